@@ -1,0 +1,77 @@
+/* What the decode loop asks of a backend. Layer: backend (interface).
+ *
+ * Host (src/host/) and CUDA (kernels/) each fill one K3Backend. A backend owns a rank's weights, its KDA
+ * states, convolution windows and latent cache, and the collectives inside a step. The loop knows nothing
+ * of devices. All calls are collective over the ranks of `comm`. */
+#ifndef K3_DECODE_BACKEND_H
+#define K3_DECODE_BACKEND_H
+
+#include "base/status.h"
+#include "comm/comm.h"
+#include "plan/plan.h"
+#include "store/source.h"
+
+/* Phases of a step, as timed. */
+typedef enum {
+  K3_PHASE_EMBED, K3_PHASE_ATTN_KDA, K3_PHASE_ATTN_MLA, K3_PHASE_FFN_DENSE, K3_PHASE_FFN_MOE, K3_PHASE_COMM,
+  K3_PHASE_HEAD, K3_PHASE_COUNT
+} K3Phase;
+
+extern const char *const k3_phase_names[K3_PHASE_COUNT];
+
+typedef struct {
+  int64_t capacity;     /* positions that the cache must hold */
+  int64_t start;        /* positions already cached, filled with synthetic values (--context N); 0: empty */
+  uint64_t start_seed;
+  int slice_rank, slice_world; /* slice_world > 0: stand for that rank of that world, collectives left out */
+} K3BackendOptions;
+
+/* Called while loading; bytes of this rank. May be NULL. */
+typedef void (*K3Progress)(void *context, int64_t done_bytes, int64_t all_bytes);
+
+/* What a step gave this rank. */
+typedef struct {
+  int64_t token;                   /* greedy choice: largest logit, ties to the lower id; same on all ranks */
+  const float *logits;             /* this rank's vocabulary rows (k3_plan_range VOCAB); host memory, valid
+                                      until the next step; NULL unless asked for */
+  double phase_ms[K3_PHASE_COUNT]; /* this rank's own times */
+} K3StepResult;
+
+typedef struct K3Backend K3Backend;
+
+struct K3Backend {
+  const char *name; /* "host", "cuda" */
+  void *state;
+
+  /* One line about this rank's device, e.g. "AMD EPYC …, 2 threads". */
+  K3Status (*describe)(K3Backend *backend, char *text, size_t size);
+
+  /* Bytes this rank will need, and bytes free where they go; called before load. */
+  K3Status (*memory)(K3Backend *backend, int64_t *needed, int64_t *available);
+
+  /* Reads this rank's bands from the source. */
+  K3Status (*load)(K3Backend *backend, K3Progress progress, void *context);
+
+  /* Forgets all state: zero KDA states and windows, empty (or synthetic, options.start) cache, position
+   * options.start. */
+  K3Status (*reset)(K3Backend *backend);
+
+  /* Feeds `token` at the next position. `want_logits`: copy this rank's logits out. `choose`: compute the
+   * head at all (prompt tokens before the last need none).
+   * Errors: K3_ERR_DEVICE (launch, non-finite values: names layer and phase). */
+  K3Status (*step)(K3Backend *backend, int64_t token, int choose, int want_logits, K3StepResult *result);
+
+  void (*close)(K3Backend *backend); /* frees everything, `backend` too */
+};
+
+/* Creates a backend over an open source. `source`, `plan` and `comm` outlive it.
+ * Errors: K3_ERR_DEVICE, K3_ERR_INPUT. */
+K3Status k3_backend_open_host(K3Source *source, const K3Plan *plan, K3Comm *comm, const K3BackendOptions *options,
+                              K3Backend **backend);
+K3Status k3_backend_open_cuda(K3Source *source, const K3Plan *plan, K3Comm *comm, const K3BackendOptions *options,
+                              K3Backend **backend);
+
+/* 1 when this build has CUDA. */
+int k3_backend_has_cuda(void);
+
+#endif

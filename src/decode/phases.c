@@ -1,0 +1,8 @@
+/* Names of the phases of a step. See backend.h. Layer: backend (interface). */
+#include "decode/backend.h"
+
+const char *const k3_phase_names[K3_PHASE_COUNT] = {
+  [K3_PHASE_EMBED] = "embed",         [K3_PHASE_ATTN_KDA] = "attn_kda", [K3_PHASE_ATTN_MLA] = "attn_mla",
+  [K3_PHASE_FFN_DENSE] = "ffn_dense", [K3_PHASE_FFN_MOE] = "ffn_moe",   [K3_PHASE_COMM] = "comm",
+  [K3_PHASE_HEAD] = "head",
+};

@@ -1,0 +1,35 @@
+/* Storage formats of tensors: names, block sizes. Layer: plan.
+ * Decoding lives with the backends (src/host/dequantise.c; kernels/). */
+#ifndef K3_PLAN_FORMATS_H
+#define K3_PLAN_FORMATS_H
+
+#include <stdint.h>
+
+typedef enum {
+  K3_TYPE_F32 = 0,
+  K3_TYPE_BF16,
+  K3_TYPE_Q8_0,  /* 32 values: float16 d, 32 int8; w = d q */
+  K3_TYPE_MXFP4, /* 32 values: E8M0 byte, 16 bytes of e2m1 nibbles, low nibble = even element */
+  K3_TYPE_IQ1_S, /* 256 values: GGUF super-block, 50 bytes; needs /codebooks/iq1_s */
+  K3_TYPE_COUNT
+} K3Type;
+
+typedef struct {
+  const char *name;      /* as in the attribute `type` */
+  int64_t block_values;  /* values of a block; 1 for plain floats */
+  int64_t block_bytes;
+} K3Format;
+
+/* The description of `type`; never NULL for a valid type. */
+const K3Format *k3_format(K3Type type);
+
+/* Finds a format by name; -1 when there is none. */
+int k3_format_find(const char *name);
+
+/* Bytes of `values` consecutive values; `values` is a whole number of blocks. */
+int64_t k3_format_bytes(K3Type type, int64_t values);
+
+/* Quantised = stored as blocks (uint8 dataset). */
+int k3_format_is_quantised(K3Type type);
+
+#endif
