@@ -3,6 +3,7 @@
  * stage, so that one rank's message ends all. */
 #include <getopt.h>
 #include <limits.h>
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -37,6 +38,9 @@ static const char usage[] =
   "  --seed N               of that cache (default 1)\n"
   "  --cache-band context|none  share the MLA cache by context (default), or keep all of it on every rank\n"
   "  --expert-grid GxB      expert groups x intermediate bands (default: chosen; G x B = ranks)\n"
+  "  --activations int8|f32  (cuda) int8 codes where the weights are quantised (default), or float32 throughout\n"
+  "  --cache f32|bf16|f16   (cuda) storage of the MLA cache (default f16; f32 with --activations f32)\n"
+  "  --graph on|off         (cuda) a step as one captured graph (default), or launched kernel by kernel\n"
   "  --slice r/W            one process stands for rank r of W, collectives left out: times, not logits\n"
   "  --help\n";
 
@@ -47,6 +51,8 @@ typedef struct {
   K3LogitsKind logits;
   int64_t top;
   K3CacheBand cache_band;
+  int graph, activations_f32;
+  K3CacheType cache_type;
 } RunOptions;
 
 /* Everything a run holds, released in one place. */
@@ -62,6 +68,7 @@ typedef struct {
   K3Backend *backend;
   K3RunFile *file; /* rank 0 */
   int output_made; /* rank 0: the file is ours to remove */
+  atomic_int decoding; /* the model is read: HDF5 calls go to the run file alone, which has a lock */
   char *devices;   /* rank 0: a line a rank */
   char *command;
 } Run;
@@ -98,6 +105,14 @@ static K3Status parse_pair(const char *text, char between, const char *option, i
   return K3_OK;
 }
 
+/* *chosen = 0 for `first`, 1 for `second`. */
+static K3Status parse_choice(const char *option, const char *value, const char *first, const char *second, int *chosen)
+{
+  if (strcmp(value, first) && strcmp(value, second)) K3_FAIL(K3_ERR_USAGE, "%s %s: wanted %s or %s", option, value, first, second);
+  *chosen = strcmp(value, second) == 0;
+  return K3_OK;
+}
+
 static K3Status parse_option(int letter, const char *value, RunOptions *options)
 {
   switch (letter) {
@@ -120,10 +135,20 @@ static K3Status parse_option(int letter, const char *value, RunOptions *options)
     if (options->slice_rank >= options->slice_world)
       K3_FAIL(K3_ERR_USAGE, "--slice %s: rank %d is not below the world of %d", value, options->slice_rank, options->slice_world);
     return K3_OK;
-  case 'k':
-    if (strcmp(value, "context") && strcmp(value, "none"))
-      K3_FAIL(K3_ERR_USAGE, "--cache-band %s: wanted context or none", value);
-    options->cache_band = strcmp(value, "none") == 0 ? K3_CACHE_NONE : K3_CACHE_CONTEXT;
+  case 'k': {
+    int none = 0;
+    K3_TRY(parse_choice("--cache-band", value, "context", "none", &none));
+    options->cache_band = none ? K3_CACHE_NONE : K3_CACHE_CONTEXT;
+    return K3_OK;
+  }
+  case 'a': return parse_choice("--activations", value, "int8", "f32", &options->activations_f32);
+  case 'g': return parse_choice("--graph", value, "off", "on", &options->graph);
+  case 't':
+    options->cache_type = strcmp(value, "f32") == 0    ? K3_CACHE_TYPE_F32
+                          : strcmp(value, "bf16") == 0 ? K3_CACHE_TYPE_BF16
+                          : strcmp(value, "f16") == 0  ? K3_CACHE_TYPE_F16
+                                                       : K3_CACHE_TYPE_DEFAULT;
+    if (options->cache_type == K3_CACHE_TYPE_DEFAULT) K3_FAIL(K3_ERR_USAGE, "--cache %s: wanted f32, bf16 or f16", value);
     return K3_OK;
   default: K3_FAIL(K3_ERR_USAGE, "unknown option or missing value: see k3decode run --help");
   }
@@ -154,9 +179,11 @@ static K3Status parse_options(int argc, char **argv, Run *run, int *help)
     {"backend", required_argument, 0, 'b'},  {"context", required_argument, 0, 'c'},
     {"seed", required_argument, 0, 's'},     {"cache-band", required_argument, 0, 'k'},
     {"expert-grid", required_argument, 0, 'e'}, {"slice", required_argument, 0, 'r'},
+    {"activations", required_argument, 0, 'a'}, {"cache", required_argument, 0, 't'},
+    {"graph", required_argument, 0, 'g'},
     {"help", no_argument, 0, 'h'},           {0, 0, 0, 0}};
   RunOptions *options = &run->options;
-  *options = (RunOptions){.steps = 16, .seed = 1, .backend = "auto"};
+  *options = (RunOptions){.steps = 16, .seed = 1, .backend = "auto", .graph = 1};
   int letter;
   optind = 0;
   opterr = 0;
@@ -236,7 +263,10 @@ static K3Status open_backend(Run *run)
                                             .start = options->context,
                                             .start_seed = (uint64_t)options->seed,
                                             .slice_rank = options->slice_rank,
-                                            .slice_world = options->slice_world};
+                                            .slice_world = options->slice_world,
+                                            .graph = options->graph,
+                                            .activations_f32 = options->activations_f32,
+                                            .cache_type = options->cache_type};
   int cuda = strcmp(options->backend, "cuda") == 0 || (strcmp(options->backend, "auto") == 0 && k3_backend_has_cuda());
   K3Status status = (cuda ? k3_backend_open_cuda : k3_backend_open_host)(run->source, &run->plan, run->ranks,
                                                                          &run->backend_options, &run->backend);
@@ -332,13 +362,17 @@ static K3Status create_output(Run *run)
   return K3_OK;
 }
 
-/* In the signal thread, when the loop hangs in a collective. */
+/* In the signal thread, when the main one does not come round: hung in a collective, or still loading. */
 static void last_words(void *context, int signal)
 {
   Run *run = context;
   char ending[64];
   snprintf(ending, sizeof ending, "stopped by signal %d", signal);
-  if (run->file) k3_run_file_close(run->file, ending);
+  if (!run->file) return;
+  if (atomic_load(&run->decoding))
+    k3_run_file_end(run->file, ending);
+  else
+    unlink(run->options.output); /* no step yet: nothing worth keeping */
 }
 
 static K3Status load(Run *run)
@@ -371,9 +405,11 @@ static K3Status decode(Run *run, int *signal)
   K3DecodeResult result;
   k3_progress_start(&watch.bar, "decoding", K3_PROGRESS_STEPS, run->decode.prompt_count + run->decode.steps - 1,
                     run->comm->rank == 0);
+  atomic_store(&run->decoding, 1);
   K3Status status = k3_decode_run(run->backend, &run->source->config, &run->plan, run->ranks, &run->decode, run->file,
                                   observe, &watch, &result);
   k3_progress_finish(&watch.bar);
+  k3_interrupt_set_last_words(NULL, NULL);
   *signal = result.signal;
   if (run->comm->rank != 0) return status;
   if (!watch.bar.shown && result.steps) printf("\n");

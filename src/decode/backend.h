@@ -19,11 +19,21 @@ typedef enum {
 
 extern const char *const k3_phase_names[K3_PHASE_COUNT];
 
+/* What a number of the latent cache is stored as. The host backend keeps float32 whatever is asked. */
+typedef enum {
+  K3_CACHE_TYPE_DEFAULT = 0, /* f32 with activations_f32, else f16 */
+  K3_CACHE_TYPE_F32, K3_CACHE_TYPE_BF16, K3_CACHE_TYPE_F16
+} K3CacheType;
+
 typedef struct {
   int64_t capacity;     /* positions that the cache must hold */
   int64_t start;        /* positions already cached, filled with synthetic values (--context N); 0: empty */
   uint64_t start_seed;
   int slice_rank, slice_world; /* slice_world > 0: stand for that rank of that world, collectives left out */
+  /* CUDA alone: */
+  int graph;                   /* 1: a step is a captured graph; 0: the same kernels launched one by one */
+  int activations_f32;         /* 1: float32 activations throughout; 0: int8 codes where the weights are quantised */
+  K3CacheType cache_type;
 } K3BackendOptions;
 
 /* Called while loading; bytes of this rank. May be NULL. */

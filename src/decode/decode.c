@@ -164,7 +164,7 @@ static void feed(Loop *loop, int64_t token, int choose, K3StepResult *step, doub
   *step_ms = now_ms() - begin;
   if (status == K3_OK && choose) status = collect(loop, step, *step_ms);
   if (status == K3_OK) return;
-  if (loop->file) k3_run_file_close(loop->file, k3_status_message());
+  if (loop->file) k3_run_file_end(loop->file, k3_status_message());
   k3_comm_abort(loop->comm, status);
 }
 

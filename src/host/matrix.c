@@ -34,7 +34,8 @@ static void decode_q8_0(const uint8_t *data, int64_t count, float *out)
 static void decode_mxfp4(const uint8_t *data, int64_t count, float *out)
 {
   for (int64_t block = 0; block < count / 32; block++, data += 17, out += 32) {
-    float scale = ldexpf(1.0f, (int)data[0] - 127); /* 255 is refused when a model is checked or imported */
+    /* 2^(s-127): the byte is float32's own exponent, save 0, which is the subnormal 2^-127; 255 stands for NaN */
+    float scale = data[0] == 255 ? NAN : k3_float_from_bits(data[0] ? (uint32_t)data[0] << 23 : 0x00400000u);
     for (int i = 0; i < 16; i++) {
       out[2 * i] = scale * e2m1[data[1 + i] & 15];
       out[2 * i + 1] = scale * e2m1[data[1 + i] >> 4];

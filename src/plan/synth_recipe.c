@@ -18,26 +18,68 @@ typedef struct {
 } Base;
 
 static const Base bases[] = {
-  /* Runs in a blink, yet has every kind of layer, uneven bands and sizes that differ from one another. */
-  {"tiny",
-   {.num_layers = 13, .hidden_size = 256, .vocab_size = 1003, .num_heads = 8, .q_lora_rank = 96,
-    .kv_lora_rank = 64, .qk_nope_head_dim = 32, .qk_rope_head_dim = 16, .v_head_dim = 32, .kda_head_dim = 32,
-    .kda_conv_kernel = 4, .kda_gate_lower_bound = -5.0, .num_experts = 24, .num_experts_per_token = 4,
-    .num_shared_experts = 2, .latent_size = 128, .moe_intermediate_size = 96, .dense_intermediate_size = 320,
-    .first_dense_layers = 1, .attn_res_block_size = 4, .rms_norm_eps = 1e-5, .low_rank_norm_eps = 1e-6,
-    .situ_beta = 4.0, .situ_linear_beta = 25.0, .routed_scaling_factor = 1.0, .renormalize = 1,
-    .max_context = 131072},
-   K3_TYPE_F32, K3_TYPE_F32},
-  /* Kimi K3 as released. */
-  {"k3",
-   {.num_layers = 93, .hidden_size = 7168, .vocab_size = 163840, .num_heads = 96, .q_lora_rank = 1536,
-    .kv_lora_rank = 512, .qk_nope_head_dim = 128, .qk_rope_head_dim = 64, .v_head_dim = 128,
-    .kda_head_dim = 128, .kda_conv_kernel = 4, .kda_gate_lower_bound = -5.0, .num_experts = 896,
-    .num_experts_per_token = 16, .num_shared_experts = 2, .latent_size = 3584, .moe_intermediate_size = 3072,
-    .dense_intermediate_size = 33792, .first_dense_layers = 1, .attn_res_block_size = 12,
-    .rms_norm_eps = 1e-5, .low_rank_norm_eps = 1e-6, .situ_beta = 4.0, .situ_linear_beta = 25.0,
-    .routed_scaling_factor = 1.0, .renormalize = 1, .max_context = 1048576},
-   K3_TYPE_Q8_0, K3_TYPE_MXFP4},
+    /* Runs in a blink, yet has every kind of layer, uneven bands and sizes that differ from one another. */
+    {"tiny",
+     {.num_layers = 13,
+      .hidden_size = 256,
+      .vocab_size = 1003,
+      .num_heads = 8,
+      .q_lora_rank = 96,
+      .kv_lora_rank = 64,
+      .qk_nope_head_dim = 32,
+      .qk_rope_head_dim = 16,
+      .v_head_dim = 32,
+      .kda_head_dim = 32,
+      .kda_conv_kernel = 4,
+      .kda_gate_lower_bound = -5.0,
+      .num_experts = 24,
+      .num_experts_per_token = 4,
+      .num_shared_experts = 2,
+      .latent_size = 128,
+      .moe_intermediate_size = 96,
+      .dense_intermediate_size = 320,
+      .first_dense_layers = 1,
+      .attn_res_block_size = 4,
+      .rms_norm_eps = 1e-5,
+      .low_rank_norm_eps = 1e-6,
+      .situ_beta = 4.0,
+      .situ_linear_beta = 25.0,
+      .routed_scaling_factor = 1.0,
+      .renormalize = 1,
+      .max_context = 131072},
+     K3_TYPE_F32,
+     K3_TYPE_F32},
+    /* Kimi K3 as released. */
+    {"k3",
+     {.num_layers = 93,
+      .hidden_size = 7168,
+      .vocab_size = 163840,
+      .num_heads = 96,
+      .q_lora_rank = 1536,
+      .kv_lora_rank = 512,
+      .qk_nope_head_dim = 128,
+      .qk_rope_head_dim = 64,
+      .v_head_dim = 128,
+      .kda_head_dim = 128,
+      .kda_conv_kernel = 4,
+      .kda_gate_lower_bound = -5.0,
+      .num_experts = 896,
+      .num_experts_per_token = 16,
+      .num_shared_experts = 2,
+      .latent_size = 3584,
+      .moe_intermediate_size = 3072,
+      .dense_intermediate_size = 33792,
+      .first_dense_layers = 1,
+      .attn_res_block_size = 12,
+      .rms_norm_eps = 1e-5,
+      .low_rank_norm_eps = 1e-6,
+      .situ_beta = 4.0,
+      .situ_linear_beta = 25.0,
+      .routed_scaling_factor = 1.0,
+      .renormalize = 1,
+      .max_context = 1048576},
+     K3_TYPE_Q8_0,
+     K3_TYPE_MXFP4},
 };
 
 /* ---------------------------------------------------------------- parsing */
@@ -78,7 +120,8 @@ static K3Status parse_field(const char *key, const char *value, K3Config *config
   if (!field)
     K3_FAIL(K3_ERR_USAGE,
             "recipe: there is no override \"%s\"; known: the fields of /config (num_layers, hidden_size, …), "
-            "layer_types, seed, trunk, experts", key);
+            "layer_types, seed, trunk, experts",
+            key);
   char *end = NULL;
   double number = strtod(value, &end);
   if (end == value || *end || !isfinite(number) || strpbrk(value, "xX "))
@@ -163,10 +206,11 @@ K3Status k3_synth_type(const K3SynthRecipe *recipe, const K3TensorSpec *spec, K3
     return K3_OK;
   }
   if (is_expert(spec->role))
-    K3_FAIL(K3_ERR_INPUT,
-            "recipe: experts=%s does not suit %s: a row has %lld values, wanted a multiple of %lld; change %s or experts",
-            k3_format(wanted)->name, spec->path, (long long)row, (long long)k3_format(wanted)->block_values,
-            spec->role == K3_ROLE_EXPERTS_DOWN ? "moe_intermediate_size" : "latent_size");
+    K3_FAIL(
+        K3_ERR_INPUT,
+        "recipe: experts=%s does not suit %s: a row has %lld values, wanted a multiple of %lld; change %s or experts",
+        k3_format(wanted)->name, spec->path, (long long)row, (long long)k3_format(wanted)->block_values,
+        spec->role == K3_ROLE_EXPERTS_DOWN ? "moe_intermediate_size" : "latent_size");
   return K3_OK;
 }
 
@@ -190,12 +234,13 @@ static Rule role_rule(K3Role role, double per_fan_in)
   case K3_ROLE_Q_CONV:
   case K3_ROLE_K_CONV:
   case K3_ROLE_V_CONV: return (Rule){0, 1};
-  case K3_ROLE_DT_BIAS: return (Rule){-3, 1};    /* decays from about 0.5 to 0.99 a token */
+  case K3_ROLE_DT_BIAS: return (Rule){-3, 1}; /* decays from about 0.5 to 0.99 a token */
   case K3_ROLE_A_LOG: return (Rule){0.1, 0.3};
   case K3_ROLE_Q_A_PROJ: return (Rule){0, 0.03 * s}; /* small, so that low_rank_norm_eps shows */
   case K3_ROLE_Q_B_PROJ: return (Rule){0, 2 * s};    /* a peaked softmax */
   case K3_ROLE_KV_A_PROJ: return (Rule){0, 0.5 * s};
-  case K3_ROLE_MLA_O_PROJ: return (Rule){0, 2 * s};  /* a mean of many values is small */
+  case K3_ROLE_MLA_O_PROJ:
+    return (Rule){0, 2 * s}; /* a mean of many values is small */
   /* Gate and up reach the bends of their tanh; down brings the product back to order one. */
   case K3_ROLE_GATE_PROJ:
   case K3_ROLE_SHARED_GATE_PROJ:
@@ -244,9 +289,7 @@ void k3_synth_fill(K3SynthRule rule, K3Type type, int64_t first, int64_t count, 
     case K3_TYPE_Q8_0: k3_synth_q8_0(rule, begin + i, to); break;
     case K3_TYPE_MXFP4: k3_synth_mxfp4(rule, begin + i, to); break;
     case K3_TYPE_IQ1_S: k3_synth_iq1_s(rule, begin + i, to); break;
-    default:
-      value = k3_synth_float(rule, begin + i);
-      memcpy(to, &value, sizeof value);
+    default: value = k3_synth_float(rule, begin + i); memcpy(to, &value, sizeof value);
     }
   }
 }

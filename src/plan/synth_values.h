@@ -87,10 +87,10 @@ static inline K3_HOST_DEVICE void k3_synth_mxfp4(K3SynthRule rule, uint64_t inde
 }
 
 /* Block `index` of an iq1_s tensor: 50 bytes = float16 d, 32 bytes qs, 8 uint16 qh. Grid entries are -1, 0, 1
- * (deviation about 0.75 with the shift of 1/8), times d (2 s + 1), s uniform in 0 … 7 (rms 9.2). */
+ * with a shift of 1/8, times d (2 s + 1), s uniform in 0 … 7: deviation 7.2 d. */
 static inline K3_HOST_DEVICE void k3_synth_iq1_s(K3SynthRule rule, uint64_t index, uint8_t *block)
 {
-  uint16_t d = k3_f16_from_float(rule.deviation / 6.9f * k3_synth_jitter(k3_synth_bits(rule.key, index * 8u)));
+  uint16_t d = k3_f16_from_float(rule.deviation / 7.2f * k3_synth_jitter(k3_synth_bits(rule.key, index * 8u)));
   block[0] = (uint8_t)(d & 0xffu);
   block[1] = (uint8_t)(d >> 8);
   for (unsigned i = 0; i < 6u; i++) {

@@ -1,0 +1,360 @@
+/* `k3decode info FILE`: what is in a model or run file, in words and small tables. Layer: commands. */
+#include <getopt.h>
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "commands/commands.h"
+#include "plan/plan.h"
+#include "store/run_reader.h"
+#include "store/source.h"
+
+typedef struct {
+  int check, plan;
+  int ranks;
+} Options;
+
+static const char usage[] =
+    "usage: k3decode info FILE [options]\n"
+    "\n"
+    "What is in a run file (also one still being written, or left by a crash) or a model file.\n"
+    "\n"
+    "  --check            model: read every tensor and name the first value that may not be (NaN, infinity)\n"
+    "  --plan --ranks N   model: what each of N ranks would hold\n"
+    "  --help\n";
+
+static int by_value(const void *left, const void *right)
+{
+  double a = *(const double *)left, b = *(const double *)right;
+  return (a > b) - (a < b);
+}
+
+/* Quantile q of sorted values, between the two nearest. */
+static double quantile(const double *sorted, int64_t n, double q)
+{
+  double at = q * (double)(n - 1);
+  int64_t low = (int64_t)at;
+  if (low + 1 >= n) return sorted[n - 1];
+  return sorted[low] + (at - (double)low) * (sorted[low + 1] - sorted[low]);
+}
+
+/* "1.23 GB" */
+static const char *bytes_text(int64_t bytes, char text[32])
+{
+  static const char *const unit[] = {"B", "kB", "MB", "GB", "TB", "PB"};
+  double value = (double)bytes;
+  int i = 0;
+  while (value >= 1000 && i < 5) value /= 1000, i++;
+  snprintf(text, 32, i ? "%.2f %s" : "%.0f %s", value, unit[i]);
+  return text;
+}
+
+/* ---------------------------------------------------------------- run files */
+
+/* The first and last few ids of a list. */
+static void print_tokens(const char *name, const int64_t *ids, int64_t count)
+{
+  enum { HEAD = 12, TAIL = 4 };
+  printf("%-16s %lld token%s:", name, (long long)count, count == 1 ? "" : "s");
+  for (int64_t i = 0; i < count; i++) {
+    if (count > HEAD + TAIL + 1 && i == HEAD) {
+      printf(" …");
+      i = count - TAIL;
+    }
+    printf(" %lld", (long long)ids[i]);
+  }
+  printf("\n");
+}
+
+static void print_description(const K3RunReader *run)
+{
+  printf("run file         %s\n", run->path);
+  printf("program          k3decode %s\n", run->program_version);
+  printf("command          %s\n", run->command);
+  printf("started          %s\n", run->start_time);
+  printf("model            %s (digest %016llx)\n", run->model, (unsigned long long)run->model_digest);
+  const K3Config *c = &run->config;
+  printf("                 %lld layers (%lld KDA, %lld MLA), hidden %lld, vocabulary %lld, %lld heads, %lld experts\n",
+         (long long)c->num_layers, (long long)k3_config_count_layers(c, K3_LAYER_KDA),
+         (long long)k3_config_count_layers(c, K3_LAYER_MLA), (long long)c->hidden_size, (long long)c->vocab_size,
+         (long long)c->num_heads, (long long)c->num_experts);
+  printf("ranks            %lld, backend %s\n", (long long)run->ranks, run->backend);
+  for (const char *line = run->devices; *line;) {
+    int length = (int)strcspn(line, "\n");
+    if (length > 0) printf("                 %.*s\n", length, line);
+    line += length + (line[length] == '\n');
+  }
+  if (strcmp(run->kind, "logits") == 0)
+    printf("kind             decode\n");
+  else
+    printf("kind             %s: measures times, its tokens and values mean nothing\n", run->kind);
+  if (run->logits == K3_LOGITS_TOP)
+    printf("logits           the top %lld of each step\n", (long long)run->top);
+  else
+    printf("logits           %s\n", run->logits == K3_LOGITS_ALL ? "all of each step" : "none");
+  if (run->first_context > 0) printf("context          %lld synthetic positions before the prompt\n",
+                                     (long long)run->first_context);
+  print_tokens("prompt", run->prompt, run->prompt_count);
+}
+
+static void print_ending(const K3RunReader *run)
+{
+  if (strcmp(run->ending, "running") != 0)
+    printf("ending           %s\n", run->ending);
+  else
+    printf("ending           none recorded: still running, or killed; the whole steps below are good\n");
+}
+
+static void print_times(const K3RunReader *run, double *step_ms)
+{
+  int64_t n = run->steps;
+  double sum = 0;
+  for (int64_t i = 0; i < n; i++) sum += step_ms[i];
+  qsort(step_ms, (size_t)n, sizeof *step_ms, by_value);
+  double median = quantile(step_ms, n, 0.5);
+  printf("step             median %.3f ms, p10 %.3f ms, p90 %.3f ms, mean %.3f ms\n", median,
+         quantile(step_ms, n, 0.1), quantile(step_ms, n, 0.9), sum / (double)n);
+  printf("speed            %.2f tokens/s (from the median step)\n", median > 0 ? 1000.0 / median : 0.0);
+}
+
+/* rank_step_ms [steps, ranks] */
+static void print_slowest_rank(const K3RunReader *run, const double *rank_step_ms)
+{
+  int64_t slowest = 0;
+  double most = -1, all = 0;
+  for (int64_t rank = 0; rank < run->ranks; rank++) {
+    double sum = 0;
+    for (int64_t n = 0; n < run->steps; n++) sum += rank_step_ms[n * run->ranks + rank];
+    all += sum;
+    if (sum > most) most = sum, slowest = rank;
+  }
+  printf("slowest rank     %lld with a mean of %.3f ms (mean of all ranks %.3f ms)\n", (long long)slowest,
+         most / (double)run->steps, all / (double)(run->steps * run->ranks));
+}
+
+/* phase_ms [steps, ranks, phases]: means over steps; the share is of all phases, over all ranks. */
+static void print_phases(const K3RunReader *run, const double *phase_ms)
+{
+  int64_t steps = run->steps, ranks = run->ranks, phases = run->phases;
+  double total = 0;
+  for (int64_t i = 0; i < steps * ranks * phases; i++) total += phase_ms[i];
+  printf("\n%-14s %12s %8s %14s  %s\n", "phase", "mean ms", "share", "slowest ms", "of rank");
+  for (int64_t phase = 0; phase < phases; phase++) {
+    double sum = 0, most = -1;
+    int64_t slowest = 0;
+    for (int64_t rank = 0; rank < ranks; rank++) {
+      double of_rank = 0;
+      for (int64_t n = 0; n < steps; n++) of_rank += phase_ms[(n * ranks + rank) * phases + phase];
+      sum += of_rank;
+      if (of_rank > most) most = of_rank, slowest = rank;
+    }
+    printf("%-14s %12.4f %6.1f %% %14.4f  %lld\n", run->phase_names[phase], sum / (double)(steps * ranks),
+           total > 0 ? 100 * sum / total : 0.0, most / (double)steps, (long long)slowest);
+  }
+  printf("%-14s %12.4f\n", "all", total / (double)(steps * ranks));
+}
+
+static K3Status info_run(const char *path)
+{
+  K3Status status = K3_OK;
+  K3RunReader *run = NULL;
+  int64_t *tokens = NULL;
+  double *step_ms = NULL, *rank_step_ms = NULL, *phase_ms = NULL;
+  K3_TRY(k3_run_reader_open(path, &run));
+  size_t steps = (size_t)run->steps, ranks = (size_t)run->ranks, phases = (size_t)run->phases;
+  print_description(run);
+  print_ending(run);
+  printf("whole steps      %lld\n", (long long)run->steps);
+  if (steps > 0) {
+    tokens = calloc(steps, sizeof *tokens);
+    step_ms = calloc(steps, sizeof *step_ms);
+    rank_step_ms = calloc(steps * ranks, sizeof *rank_step_ms);
+    phase_ms = calloc(steps * ranks * phases + 1, sizeof *phase_ms);
+    if (!tokens || !step_ms || !rank_step_ms || !phase_ms)
+      K3_FAIL_DONE(K3_ERR_INPUT, "%s: no memory for the timings of %zu steps", path, steps);
+    K3_TRY_DONE(k3_run_reader_tokens(run, tokens));
+    K3_TRY_DONE(k3_run_reader_step_ms(run, step_ms));
+    K3_TRY_DONE(k3_run_reader_rank_step_ms(run, rank_step_ms));
+    print_tokens("decoded", tokens, run->steps);
+    print_times(run, step_ms);
+    print_slowest_rank(run, rank_step_ms);
+    if (phases > 0) {
+      K3_TRY_DONE(k3_run_reader_phase_ms(run, phase_ms));
+      print_phases(run, phase_ms);
+    }
+  }
+  if (run->plan[0]) printf("\nplan\n%s%s", run->plan, run->plan[strlen(run->plan) - 1] == '\n' ? "" : "\n");
+done:
+  free(tokens);
+  free(step_ms);
+  free(rank_step_ms);
+  free(phase_ms);
+  k3_run_reader_close(run);
+  return status;
+}
+
+/* ---------------------------------------------------------------- model files */
+
+static void print_config(const K3Config *config)
+{
+  printf("\nconfig\n");
+  for (int i = 0; i < k3_config_field_count; i++)
+    printf("  %-24s %.10g\n", k3_config_fields[i].name, k3_config_get(config, &k3_config_fields[i]));
+  printf("  %-24s ", "layers (K KDA, M MLA)");
+  for (int64_t i = 0; i < config->num_layers; i++) putchar(config->layer_types[i] == K3_LAYER_MLA ? 'M' : 'K');
+  printf("\n  %-24s ", "FFN (d dense, e experts)");
+  for (int64_t i = 0; i < config->num_layers; i++) putchar(k3_config_is_dense(config, i) ? 'd' : 'e');
+  printf("\n");
+}
+
+static void print_tensors(const K3Source *source)
+{
+  int64_t count[K3_TYPE_COUNT] = {0}, elements[K3_TYPE_COUNT] = {0}, bytes[K3_TYPE_COUNT] = {0};
+  int64_t all_elements = 0, all_bytes = 0;
+  char text[32];
+  for (int64_t i = 0; i < source->table.count; i++) {
+    K3Type type = source->types[i];
+    int64_t n = k3_tensor_elements(&source->table.specs[i]);
+    count[type]++;
+    elements[type] += n;
+    bytes[type] += k3_format_bytes(type, n);
+  }
+  printf("\n%-8s %10s %16s %12s\n", "type", "tensors", "parameters", "size");
+  for (int type = 0; type < K3_TYPE_COUNT; type++) {
+    all_elements += elements[type];
+    all_bytes += bytes[type];
+    if (count[type] > 0)
+      printf("%-8s %10lld %16lld %12s\n", k3_format((K3Type)type)->name, (long long)count[type],
+             (long long)elements[type], bytes_text(bytes[type], text));
+  }
+  printf("%-8s %10lld %16lld %12s\n", "all", (long long)source->table.count, (long long)all_elements,
+         bytes_text(all_bytes, text));
+}
+
+static K3Status print_plan(const K3Source *source, int ranks)
+{
+  K3Plan plan;
+  K3PlanOptions options = {0};
+  K3_TRY(k3_plan_make(&source->config, &source->table, source->types, ranks, &options, &plan));
+  printf("\nplan for %d rank%s: experts in %d group%s x %d band%s (busiest rank %.2f of an even share)\n", ranks,
+         ranks == 1 ? "" : "s", plan.expert_groups, plan.expert_groups == 1 ? "" : "s", plan.expert_bands,
+         plan.expert_bands == 1 ? "" : "s", plan.expert_load);
+  printf("cache: %s\n", plan.cache_band == K3_CACHE_CONTEXT ? "position pages dealt round-robin to the ranks"
+                                                            : "all positions on every rank");
+  printf("\n%4s %12s %10s %10s %14s %14s %16s\n", "rank", "weights", "KDA heads", "MLA heads", "experts",
+         "intermediate", "vocabulary");
+  int64_t least = INT64_MAX, most = 0, sum = 0;
+  for (int rank = 0; rank < ranks; rank++) {
+    char text[32], experts[40], band[40], rows[40];
+    int64_t bytes = k3_plan_weight_bytes(&plan, rank, &source->table, source->types);
+    K3Range kda = k3_plan_range(&plan, rank, K3_SHARE_KDA_HEADS), mla = k3_plan_range(&plan, rank, K3_SHARE_MLA_HEADS);
+    K3Range expert = k3_plan_experts(&plan, rank), inner = k3_plan_range(&plan, rank, K3_SHARE_EXPERTS);
+    K3Range vocabulary = k3_plan_range(&plan, rank, K3_SHARE_VOCAB);
+    snprintf(experts, sizeof experts, "%lld-%lld", (long long)expert.begin, (long long)expert.end - 1);
+    snprintf(band, sizeof band, "%lld-%lld", (long long)inner.begin, (long long)inner.end - 1);
+    snprintf(rows, sizeof rows, "%lld-%lld", (long long)vocabulary.begin, (long long)vocabulary.end - 1);
+    printf("%4d %12s %10lld %10lld %14s %14s %16s\n", rank, bytes_text(bytes, text),
+           (long long)(kda.end - kda.begin), (long long)(mla.end - mla.begin), experts, band, rows);
+    least = bytes < least ? bytes : least;
+    most = bytes > most ? bytes : most;
+    sum += bytes;
+  }
+  char text[32];
+  printf("\nimbalance: the largest rank holds %s, %.2f %% over the mean, %.2f %% over the smallest\n",
+         bytes_text(most, text), 100 * ((double)most * ranks / (double)sum - 1),
+         100 * ((double)most / (double)least - 1));
+  return K3_OK;
+}
+
+static K3Status info_model(const char *path, const Options *options)
+{
+  K3Source *source = NULL;
+  K3_TRY(k3_model_file_open(path, &source));
+  printf("model file       %s\n", path);
+  printf("digest           %016llx\n", (unsigned long long)source->digest);
+  print_tensors(source);
+  K3Status status = K3_OK;
+  if (options->plan)
+    status = print_plan(source, options->ranks);
+  else
+    print_config(&source->config);
+  source->close(source);
+  if (status == K3_OK && options->check) {
+    printf("\n");
+    fflush(stdout);
+    status = k3_command_check_model(path);
+  }
+  return status;
+}
+
+/* ---------------------------------------------------------------- the command */
+
+static K3Status parse(int argc, char **argv, Options *options, int *help)
+{
+  static const struct option long_options[] = {{"check", no_argument, NULL, 'c'},
+                                               {"plan", no_argument, NULL, 'p'},
+                                               {"ranks", required_argument, NULL, 'r'},
+                                               {"help", no_argument, NULL, 'h'},
+                                               {NULL, 0, NULL, 0}};
+  *options = (Options){0};
+  *help = 0;
+  optind = 0; /* getopt begins afresh */
+  int letter;
+  while ((letter = getopt_long(argc, argv, ":h", long_options, NULL)) != -1) {
+    char *end;
+    long ranks;
+    switch (letter) {
+    case 'c': options->check = 1; break;
+    case 'p': options->plan = 1; break;
+    case 'r':
+      ranks = strtol(optarg, &end, 10);
+      if (end == optarg || *end || ranks < 1 || ranks > K3_MAX_WORLD)
+        K3_FAIL(K3_ERR_USAGE, "info: --ranks %s: wanted a whole number from 1 to %d", optarg, K3_MAX_WORLD);
+      options->ranks = (int)ranks;
+      break;
+    case 'h':
+      fputs(usage, stdout);
+      *help = 1;
+      return K3_OK;
+    case ':': K3_FAIL(K3_ERR_USAGE, "info: %s wants a value (see k3decode info --help)", argv[optind - 1]);
+    default: K3_FAIL(K3_ERR_USAGE, "info: unknown option %s (see k3decode info --help)", argv[optind - 1]);
+    }
+  }
+  if (argc - optind != 1)
+    K3_FAIL(K3_ERR_USAGE, "info wants one file, got %d (see k3decode info --help)", argc - optind);
+  if (options->plan != (options->ranks > 0))
+    K3_FAIL(K3_ERR_USAGE, "info: --plan and --ranks N go together");
+  return K3_OK;
+}
+
+K3Status k3_command_info(int argc, char **argv, K3Comm *comm)
+{
+  Options options;
+  int help;
+  K3_TRY(parse(argc, argv, &options, &help));
+  if (help) return K3_OK;
+  if (comm && comm->world > 1)
+    K3_FAIL(K3_ERR_USAGE, "info runs as one process, started without mpirun; got %d ranks", comm->world);
+  const char *path = argv[optind];
+  K3Status status = K3_OK;
+  switch (k3_run_reader_recognise(path)) {
+  case K3_FILE_MODEL:
+    status = info_model(path, &options);
+    break;
+  case K3_FILE_NOT_HDF5:
+    K3_FAIL(K3_ERR_INPUT, "%s is neither a model file nor a run file: it is no HDF5 file", path);
+  case K3_FILE_RUN:
+    if (options.check || options.plan)
+      K3_FAIL(K3_ERR_USAGE, "info: --check and --plan are for model files, %s is a run file", path);
+    status = info_run(path);
+    break;
+  case K3_FILE_FOREIGN:
+    K3_FAIL(K3_ERR_INPUT, "%s is neither a model file nor a run file: an HDF5 file whose root attribute format names "
+            "neither", path);
+  default: /* unreadable or damaged: the reader says how */
+    status = info_run(path);
+  }
+  fflush(stdout);
+  return status;
+}

@@ -1,0 +1,20 @@
+/* Opens either kind of source. See source.h. Layer: store. */
+#include "store/source.h"
+
+#include <string.h>
+
+K3Status k3_source_open(const char *model, K3Source **source)
+{
+  static const char prefix[] = "synth:";
+  size_t length = sizeof prefix - 1;
+  if (strncmp(model, prefix, length) == 0) return k3_synth_source_open(model + length, source);
+  return k3_model_file_open(model, source);
+}
+
+int64_t k3_source_band_bytes(const K3Source *source, int64_t tensor, const K3Band *band)
+{
+  const K3TensorSpec *spec = &source->table.specs[tensor];
+  int64_t rows = 1;
+  for (int axis = 0; axis < spec->rank - 1; axis++) rows *= band->count[axis];
+  return rows * k3_format_bytes(source->types[tensor], band->count[spec->rank - 1]);
+}
