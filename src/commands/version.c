@@ -32,7 +32,7 @@ void k3_print_version(void)
   mpi[strcspn(mpi, ",\n")] = '\0';
   printf("k3decode %s\n", PACKAGE_VERSION);
   printf("  library   built with        found\n");
-  printf("  HDF5      %-17s %u.%u.%u\n", H5_VERS_INFO + strlen("HDF5 library version: "), found[0], found[1], found[2]);
+  printf("  HDF5      %-17s %u.%u.%u\n", &H5_VERS_INFO[strlen("HDF5 library version: ")], found[0], found[1], found[2]);
 #ifdef OMPI_MAJOR_VERSION
   printf("  MPI       Open MPI %d.%d.%-4d %s\n", OMPI_MAJOR_VERSION, OMPI_MINOR_VERSION, OMPI_RELEASE_VERSION, mpi);
 #else
