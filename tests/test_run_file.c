@@ -323,11 +323,11 @@ static void test_killed_writer_keeps_whole_steps(void **state)
       for (n = 0;; n++)
         if (append(file, n) != K3_OK || write(pipes[1], &n, sizeof n) != sizeof n) _exit(1);
     }
+    close(pipes[1]); /* so that a child that ends early is seen, not waited for */
     assert_int_equal(read(pipes[0], &last, sizeof last), sizeof last);
     usleep((useconds_t)(rand() % 40000));
     kill(child, SIGKILL);
     child_status(child);
-    close(pipes[1]);
     while (read(pipes[0], &n, sizeof n) == sizeof n) last = n;
     close(pipes[0]);
     K3RunReader *run;

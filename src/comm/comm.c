@@ -42,7 +42,9 @@ K3Status k3_comm_agree(K3Comm *comm, K3Status status)
 
 _Noreturn void k3_comm_abort(K3Comm *comm, K3Status status)
 {
-  usleep(20000u * (unsigned)comm->rank); /* the lowest failing rank ends the others before they speak */
+  /* When all ranks fail at once, rank 0 speaks and ends the others: they wait for that, longer than the signal
+   * thread (K3_GRACE_MS) takes to end them. */
+  if (comm->rank > 0) usleep(600000u + 20000u * (unsigned)comm->rank);
   print_message();
   int initialised = 0;
   if (MPI_Initialized(&initialised) == MPI_SUCCESS && initialised) MPI_Abort(MPI_COMM_WORLD, (int)status);

@@ -24,6 +24,7 @@ typedef struct K3Comm K3Comm;
 struct K3Comm {
   int rank, world;
   int local_rank, local_world; /* among the ranks of this host (MPI split by shared memory) */
+  int alone; /* 1: this process stands for `rank` of `world`, the others are not there (k3_comm_open_local) */
   char host[256];
   void *state;                 /* the implementation's */
 

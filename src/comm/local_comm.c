@@ -73,6 +73,7 @@ K3Status k3_comm_open_local(int rank, int world, K3Comm **out)
   comm->rank = rank;
   comm->world = world;
   comm->local_world = 1;
+  comm->alone = 1;
   if (gethostname(comm->host, sizeof comm->host - 1) != 0) strcpy(comm->host, "localhost");
   comm->all_reduce = local_all_reduce;
   comm->all_gather = local_all_gather;

@@ -81,7 +81,7 @@ K3Status k3_backend_open_host(K3Source *source, const K3Plan *plan, K3Comm *comm
 K3Status k3_backend_open_cuda(K3Source *source, const K3Plan *plan, K3Comm *comm, const K3BackendOptions *options,
                               K3Backend **backend);
 
-/* 1 when this build has CUDA. */
+/* 1 when this build has CUDA and this machine its driver. */
 int k3_backend_has_cuda(void);
 
 #endif

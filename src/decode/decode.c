@@ -61,7 +61,7 @@ static K3Status open_loop(Loop *loop)
   int world = loop->comm->world;
   size_t top = (size_t)(loop->options->top > 0 ? loop->options->top : 1);
   int good = (loop->piece = calloc(4 * (size_t)world, sizeof *loop->piece)) != NULL;
-  if (loop->comm->rank == 0) {
+  if (loop->comm->rank == 0 || loop->comm->alone) {
     if (loop->options->logits != K3_LOGITS_NONE)
       good &= (loop->logits = calloc((size_t)loop->vocabulary, sizeof *loop->logits)) != NULL;
     good &= (loop->top_ids = calloc(top, sizeof *loop->top_ids)) != NULL;
@@ -108,7 +108,7 @@ static void pick_top(const float *logits, int64_t count, int64_t top, int64_t *i
   }
 }
 
-/* Brings logits and times to rank 0. */
+/* Brings logits and times to rank 0. A slice (--slice) is alone, whatever its rank, and keeps its own. */
 static K3Status collect(Loop *loop, const K3StepResult *step, double step_ms)
 {
   K3Comm *comm = loop->comm;
@@ -120,9 +120,11 @@ static K3Status collect(Loop *loop, const K3StepResult *step, double step_ms)
   if (loop->options->logits != K3_LOGITS_NONE)
     K3_TRY(comm->gather(comm, step->logits, loop->piece[comm->rank], loop->logits,
                         (K3Pieces){loop->piece, loop->piece + world}, K3_ELEMENT_F32));
-  for (int r = 0; comm->rank == 0 && r < world; r++) {
-    loop->rank_step_ms[r] = loop->times[r * TIMES];
-    memcpy(loop->phase_ms + r * K3_PHASE_COUNT, loop->times + r * TIMES + 1, sizeof step->phase_ms);
+  int first = comm->alone ? comm->rank : 0, rows = comm->alone ? 1 : comm->rank == 0 ? world : 0;
+  for (int r = 0; r < rows; r++) {
+    const double *times = loop->times + (first + r) * TIMES;
+    loop->rank_step_ms[r] = times[0];
+    memcpy(loop->phase_ms + r * K3_PHASE_COUNT, times + 1, sizeof step->phase_ms);
   }
   return K3_OK;
 }

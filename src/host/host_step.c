@@ -75,6 +75,18 @@ static K3Status gather(K3Host *host, float *data, K3Pieces pieces)
   return status;
 }
 
+/* A NaN must not travel on as token 0: every residual is looked at once a sublayer. */
+static K3Status check_finite(const K3Host *host, const float *x, int64_t n, int64_t layer, K3Phase phase)
+{
+  for (int64_t d = 0; d < n; d++)
+    if (!isfinite(x[d]))
+      K3_FAIL(K3_ERR_DEVICE,
+              "a non-finite value at position %lld in layer %lld, phase %s (element %lld): bad weights (try info --check) "
+              "or an overflow",
+              (long long)host->position, (long long)layer, k3_phase_names[phase], (long long)d);
+  return K3_OK;
+}
+
 /* --- attention ------------------------------------------------------------------------------------- */
 
 /* KDA sublayer of x: leaves this rank's partial of o_proj in host->sum. */
@@ -204,7 +216,8 @@ static void project_values(K3Host *host, int64_t i)
   for (int64_t h = 0; h < heads.end - heads.begin; h++) {
     const double *partial = host->partials + (heads.begin + h) * k3_partial_width(latent);
     float context[latent];
-    for (int64_t n = 0; n < latent; n++) context[n] = (float)(partial[2 + n] / partial[1]);
+    double l = partial[1] == 0.0 ? 1.0 : partial[1]; /* 0: a slice (--slice) whose rank caches no position yet */
+    for (int64_t n = 0; n < latent; n++) context[n] = (float)(partial[2 + n] / l);
     for (int64_t v = 0; v < value; v++) {
       double o = k3_host_dot_row(kv_b, 0, h * (nope + value) + nope + v, context);
       double gate = K3_BROKEN("no_gate_mla") ? 1.0 : 1.0 / (1.0 + exp(-host->wide[0][h * value + v]));
@@ -274,6 +287,15 @@ static K3Status gather_latent_and_scores(K3Host *host, int64_t i)
   return K3_OK;
 }
 
+/* An expert whose score or bias is NaN would never be chosen, and nobody would know. */
+static K3Status check_routing(K3Host *host, int64_t i)
+{
+  const float *bias = k3_host_vector_of(host, i, K3_ROLE_ROUTER_BIAS);
+  float *key = host->narrow[1];
+  for (int64_t e = 0; e < host->config->num_experts; e++) key[e] = host->scores[e] + bias[e];
+  return check_finite(host, key, host->config->num_experts, i, K3_PHASE_FFN_MOE);
+}
+
 /* z = Σ w_e Down_e situ(Gate_e y, Up_e y) over the chosen experts of this rank's group, its own band of rows. */
 static void feed_experts(K3Host *host, int64_t i)
 {
@@ -298,6 +320,7 @@ static K3Status feed_moe(K3Host *host, int64_t i)
   K3Range columns = k3_plan_range(host->plan, host->rank, K3_SHARE_LATENT_COLUMNS);
   float *z = host->narrow[2];
   K3_TRY(gather_latent_and_scores(host, i));
+  K3_TRY(check_routing(host, i));
   feed_experts(host, i);
   if (K3_BROKEN("norm_before_sum")) { /* known fault F13: rms of a partial sum */
     to_float(host->routed, c->latent_size, z);
@@ -332,18 +355,6 @@ static K3Status embed(K3Host *host, int64_t token)
   double begin = now_ms();
   K3_TRY(host->comm->broadcast(host->comm, host->p, c->hidden_size, K3_ELEMENT_F32, owner));
   host->comm_ms += now_ms() - begin;
-  return K3_OK;
-}
-
-/* A NaN must not travel on as token 0: every residual is looked at once a sublayer. */
-static K3Status check_finite(const K3Host *host, const float *x, int64_t n, int64_t layer, K3Phase phase)
-{
-  for (int64_t d = 0; d < n; d++)
-    if (!isfinite(x[d]))
-      K3_FAIL(K3_ERR_DEVICE,
-              "a non-finite value at position %lld in layer %lld, phase %s (element %lld): bad weights (try info --check) "
-              "or an overflow",
-              (long long)host->position, (long long)layer, k3_phase_names[phase], (long long)d);
   return K3_OK;
 }
 

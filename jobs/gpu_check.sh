@@ -1,0 +1,273 @@
+#!/bin/bash
+# Proves the CUDA backend on a machine with a GPU: against the host backend, graph against eager, several ranks, planted faults,
+# sanitizers, and the time of one rank's slice of Kimi K3. Ends with a short table; exit status 0 when every row passed.
+#
+#   jobs/gpu_check.sh [SECTION…]     kernels tiny shapes k3 ranks guard sanitize slice; all of them without arguments
+#
+# Environment: K3DECODE the program (default: builds it into build-gpu); K3MPIRUN what starts ranks (mpirun --oversubscribe);
+# OUT a folder for logs (default: output/gpu_check); K3_SLICE the model of the slice section.
+set -u
+
+root=$(cd "$(dirname "$0")/.." && pwd)
+cd "$root"
+out=${OUT:-$root/output/gpu_check}
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+mkdir -p "$out"
+sections=${*:-kernels tiny shapes k3 ranks guard sanitize slice}
+mpirun=${K3MPIRUN:-mpirun --oversubscribe --bind-to none}
+slice_model=${K3_SLICE:-synth:k3:experts=iq1_s}
+if [ "$(id -u)" -eq 0 ]; then
+  export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+fi
+if [ -z "${K3DECODE:-}" ]; then
+  K3_BUILD_DIR=$root/build-gpu jobs/build.sh --with-cuda >"$out/build.log" 2>&1 || {
+    tail -n 30 "$out/build.log"
+    echo "gpu_check: the build failed"
+    exit 1
+  }
+  K3DECODE=$root/build-gpu/k3decode
+fi
+
+table=$out/table.txt
+: >"$table"
+failed=0
+row() { # name verdict figure
+  printf '%-44s %-5s %s\n' "$1" "$2" "$3" >>"$table"
+  [ "$2" = FAIL ] && failed=$((failed + 1))
+  return 0
+}
+wanted() { case " $sections " in *" $1 "*) return 0 ;; esac; return 1; }
+note() { echo "[$SECONDS s] $*"; }
+
+# decode NAME MODEL OPTION…: a run file $work/NAME.h5, log $out/NAME.log
+decode() {
+  local name=$1
+  shift
+  timeout "${LIMIT:-60}" $K3DECODE run "$@" --output "$work/$name.h5" --overwrite >"$out/$name.log" 2>&1 </dev/null
+}
+decode_ranks() {
+  local name=$1 ranks=$2
+  shift 2
+  timeout "${LIMIT:-60}" $mpirun -n "$ranks" $K3DECODE run "$@" --output "$work/$name.h5" --overwrite >"$out/$name.log" 2>&1 </dev/null
+}
+# same ROW A B THRESHOLD…: compares run files; the figure is the mean KL divergence
+same() {
+  local name=$1 a=$2 b=$3
+  shift 3
+  if [ ! -f "$work/$b.h5" ] || [ ! -f "$work/$a.h5" ]; then
+    local log=$b
+    [ -f "$work/$a.h5" ] || log=$a
+    row "$name" FAIL "no run: $(grep -h k3decode: "$out/$log.log" | head -n 1 | cut -c1-220)"
+    return
+  fi
+  if $K3DECODE compare "$work/$a.h5" "$work/$b.h5" "$@" >"$out/$a-$b.txt" 2>&1; then verdict=ok; else verdict=FAIL; fi
+  row "$name" $verdict "$(awk '/^mean KL/ {kl=$4} /^top-1/ {top=$3} /^largest logit/ {e=$4} /^compared/ {n=$2 "/" $4} END {print "mean KL " kl ", top-1 " top ", logit error " e ", steps " n}' "$out/$a-$b.txt")"
+}
+exact='--max-mean-kl 1e-9'
+codes='--max-mean-kl 1e-5'
+equal='--max-mean-kl 0 --max-logit-error 0'
+
+# the four CUDA ways of a model against the host's run NAME-host
+four_ways() {
+  local name=$1
+  shift
+  decode "$name-f32" "$@" --backend cuda --activations f32
+  decode "$name-f32e" "$@" --backend cuda --activations f32 --graph off
+  decode "$name-int8" "$@" --backend cuda
+  decode "$name-int8e" "$@" --backend cuda --graph off
+  same "$name f32 activations" "$name-host" "$name-f32" $exact
+  same "$name int8 activations" "$name-host" "$name-int8" $codes
+  same "$name f32 eager = graph" "$name-f32" "$name-f32e" $equal
+  same "$name int8 eager = graph" "$name-int8" "$name-int8e" $equal
+}
+
+nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader 2>/dev/null | sed 's/^/# /'
+
+if wanted kernels && [ -x tests/kernel_check.sh ]; then
+  note kernels
+  timeout 160 sh tests/kernel_check.sh >"$out/kernels.log" 2>&1
+  case $? in 0) row kernels ok "$(tail -n 1 "$out/kernels.log")" ;; 77) row kernels skip '' ;; *) row kernels FAIL "$(tail -n 1 "$out/kernels.log")" ;; esac
+fi
+
+prompt='--prompt 3,1,4,1,5 --steps 12'
+if wanted tiny; then
+  note tiny
+  for trunk in f32 q8_0 bf16; do
+    for experts in f32 mxfp4; do
+      name=tiny-$trunk-$experts
+      OMP_NUM_THREADS=2 decode "$name-host" "synth:tiny:trunk=$trunk,experts=$experts" $prompt --backend host &
+    done
+  done
+  wait
+  for trunk in f32 q8_0 bf16; do
+    for experts in f32 mxfp4; do
+      four_ways "tiny-$trunk-$experts" "synth:tiny:trunk=$trunk,experts=$experts" $prompt
+    done
+  done
+fi
+
+if wanted shapes; then
+  note shapes
+  tried='iq1:experts=iq1_s,latent_size=256,moe_intermediate_size=256,trunk=q8_0 context4:context=4 context12289:context=12289
+    layers12:num_layers=12,attn_res_block_size=12 layers13:num_layers=13,attn_res_block_size=12
+    layers25:num_layers=25,attn_res_block_size=12 block1:attn_res_block_size=1 head60:kda_head_dim=60 head100:kda_head_dim=100
+    crossing:context=250 far:num_layers=1,layer_types=1,hidden_size=1024,num_heads=4,kv_lora_rank=512,qk_rope_head_dim=64,max_context=2000000+1864200'
+  # NAME:OVERRIDES, NAME:OVERRIDES+CONTEXT or NAME:context=CONTEXT; far: a cache of more than 2^31 bytes
+  shape_of() {
+    name=${1%%:*} rest=${1#*:} options=$prompt
+    case $rest in
+    context=*) model=synth:tiny options="--context ${rest#context=} $prompt" ;;
+    *+*) model=synth:tiny:${rest%%+*} options="--context ${rest#*+} --prompt 3,1 --steps 2" ;;
+    *) model=synth:tiny:$rest ;;
+    esac
+  }
+  for entry in $tried; do
+    shape_of "$entry"
+    LIMIT=100 OMP_NUM_THREADS=4 decode "$name-host" "$model" $options --backend host &
+  done
+  wait
+  for entry in $tried; do
+    shape_of "$entry"
+    decode "$name-f32" "$model" $options --backend cuda --activations f32
+    decode "$name-int8" "$model" $options --backend cuda
+    same "$name f32 activations" "$name-host" "$name-f32" $exact
+    same "$name int8 activations" "$name-host" "$name-int8" $codes
+  done
+fi
+
+if wanted k3; then
+  note k3
+  model=synth:k3:num_layers=5,num_experts=64,vocab_size=4096
+  for context in 0 4 4096 12289; do
+    with="--prompt 7,8 --steps 2"
+    [ $context -gt 0 ] && with="$with --context $context"
+    LIMIT=100 decode "k3-$context-host" $model $with --backend host &
+    [ $context -eq 4 ] && wait # two at a time
+  done
+  for context in 0 4 4096 12289; do
+    with="--prompt 7,8 --steps 2"
+    [ $context -gt 0 ] && with="$with --context $context"
+    decode "k3-$context-f32" $model $with --backend cuda --activations f32
+    decode "k3-$context-f16" $model $with --backend cuda --activations f32 --cache f16
+    decode "k3-$context-bf16" $model $with --backend cuda --activations f32 --cache bf16
+    decode "k3-$context-int8" $model $with --backend cuda
+  done
+  wait
+  for context in 0 4 4096 12289; do
+    same "k3 5 layers, context $context, f32" "k3-$context-host" "k3-$context-f32" $exact
+    same "k3 5 layers, context $context, f16 cache" "k3-$context-host" "k3-$context-f16" $codes
+    same "k3 5 layers, context $context, bf16 cache" "k3-$context-host" "k3-$context-bf16" $codes
+    same "k3 5 layers, context $context, int8" "k3-$context-host" "k3-$context-int8" $codes
+  done
+  for cache in f32 f16; do
+    K3_COMM=staged LIMIT=90 decode_ranks "k3-ranks-$cache" 2 $model --prompt 7,8 --steps 2 --context 4096 --backend cuda \
+      --activations f32 --cache $cache
+    same "k3 5 layers, 2 ranks staged, $cache cache" "k3-4096-$cache" "k3-ranks-$cache" $exact
+  done
+fi
+
+if wanted ranks; then
+  note ranks
+  model=synth:tiny:trunk=q8_0,experts=mxfp4
+  decode ranks-host $model $prompt --context 200 --backend host
+  export K3_COMM=staged
+  for way in "2 --expert-grid 1x2" "2 --expert-grid 2x1" "2 --cache-band none" "3"; do
+    set -- $way
+    ranks=$1
+    shift
+    name=ranks-$(echo "$way" | tr -d ' -')
+    OMP_NUM_THREADS=1 decode_ranks "$name" "$ranks" $model $prompt --context 200 --backend cuda --activations f32 "$@"
+    same "$way ranks, one GPU, staged" ranks-host "$name" $exact
+  done
+  unset K3_COMM
+  # plain NCCL where there are GPUs enough
+  if [ "$(nvidia-smi -L 2>/dev/null | wc -l)" -ge 2 ]; then
+    for graph in on off; do
+      decode_ranks "ranks-nccl-$graph" 2 $model $prompt --context 200 --backend cuda --activations f32 --graph $graph
+      same "2 ranks, NCCL, graph $graph" ranks-host "ranks-nccl-$graph" $exact
+    done
+  fi
+fi
+
+# fails ROW STATUS PHRASE command…
+fails() {
+  local name=$1 status=$2 phrase=$3 got
+  shift 3
+  timeout 60 "$@" >"$out/guard.log" 2>&1 </dev/null
+  got=$?
+  if [ $got -eq "$status" ] && grep -q "$phrase" "$out/guard.log"; then row "$name" ok "exit $got, \"$phrase\""
+  else row "$name" FAIL "exit $got: $(grep -h k3decode: "$out/guard.log" | head -n 1 | cut -c1-200)"; fi
+}
+if wanted guard; then
+  note guard
+  for phase in embed attn_kda attn_mla ffn_dense ffn_moe head; do
+    for graph in on off; do
+      fails "oversized launch in $phase, graph $graph" 4 "phase $phase" \
+        env K3_TEST_OVERSIZED_LAUNCH=$phase $K3DECODE run synth:tiny $prompt --backend cuda --graph $graph
+    done
+  done
+  fails 'no visible GPU' 4 'no GPU is visible' env CUDA_VISIBLE_DEVICES= $K3DECODE run synth:tiny $prompt --backend cuda
+  if [ "$(nvidia-smi -L 2>/dev/null | wc -l)" -eq 1 ]; then
+    fails 'two ranks, one GPU' 4 'ranks 0 and 1 of host' $mpirun -n 2 $K3DECODE run synth:tiny $prompt --backend cuda
+  fi
+  fails 'one GPU chosen by the launcher' 0 'done' env CUDA_VISIBLE_DEVICES=0 $K3DECODE run synth:tiny $prompt --backend cuda
+  for what in o_norm:1:attn_kda input_norm:2:attn_kda; do
+    tensor=${what%%:*} rest=${what#*:}
+    layer=${rest%%:*} phase=${rest#*:}
+    for trunk in f32 q8_0; do
+      $K3DECODE synth tiny:trunk=$trunk --output "$work/nan.h5" --overwrite >"$out/nan.log" 2>&1 ||
+        { rm -f "$work/nan.h5"; $K3DECODE synth tiny:trunk=$trunk --output "$work/nan.h5" >"$out/nan.log" 2>&1; }
+      python3 -c "
+import h5py, sys
+with h5py.File(sys.argv[1], 'r+') as f: f['/layers/%03d/%s' % (int(sys.argv[2]), sys.argv[3])][3] = float('nan')
+" "$work/nan.h5" "$layer" "$tensor" >>"$out/nan.log" 2>&1 || { row "NaN in $tensor" skip 'no python3 with h5py'; continue; }
+      for graph in on off; do
+        fails "NaN in $tensor, $trunk trunk, graph $graph" 4 "layer $layer, phase $phase" \
+          $K3DECODE run "$work/nan.h5" $prompt --backend cuda --graph $graph
+      done
+      rm -f "$work/nan.h5"
+    done
+  done
+fi
+
+if wanted sanitize; then
+  note sanitize
+  for tool in memcheck racecheck; do
+    if ! command -v compute-sanitizer >/dev/null; then row "compute-sanitizer $tool" skip 'not installed'; continue; fi
+    K3_POOL=separate timeout 90 compute-sanitizer --tool $tool --error-exitcode 99 \
+      $K3DECODE run synth:tiny:trunk=q8_0,experts=mxfp4,num_layers=5 --prompt 1,2 --steps 2 --backend cuda --graph off >"$out/$tool.log" 2>&1
+    got=$?
+    if [ $got -eq 0 ]; then row "compute-sanitizer $tool" ok "$(tail -n 1 "$out/$tool.log")"
+    else row "compute-sanitizer $tool" FAIL "exit $got: $(grep -m1 -E 'Error|hazard|Race' "$out/$tool.log" | cut -c1-150)"; fi
+  done
+fi
+
+# time ROW ENVIRONMENT… : the slice once
+time_slice() {
+  local name=$1
+  shift
+  timeout 100 env K3_VERBOSE=1 "$@" $K3DECODE run "$slice_model" --slice 0/8 --context 131072 --steps 64 --logits none \
+    --output "$work/slice.h5" --overwrite >"$out/slice-$name.log" 2>&1 </dev/null
+  if [ $? -ne 0 ]; then
+    row "slice 0/8: $name" FAIL "$(grep -h k3decode: "$out/slice-$name.log" | head -n 1 | cut -c1-200)"
+    return
+  fi
+  $K3DECODE info "$work/slice.h5" >>"$out/slice-$name.log" 2>&1
+  row "slice 0/8: $name" ok "$(grep -h '^step  ' "$out/slice-$name.log" | tr -s ' ')"
+}
+if wanted slice; then
+  note slice
+  for n in 1 2 3; do time_slice "run $n"; done
+  for variant in ${K3_VARIANTS:-K3_PHASE_TIMES=1 K3_PDL=0 K3_ROUTER=apart}; do time_slice "$variant" "$variant"; done
+  grep -h '^# ' "$out/slice-run 1.log"
+  sed -n '/^phase  /,/^all/p' "$out/slice-K3_PHASE_TIMES=1.log" 2>/dev/null
+fi
+
+note done
+cat "$table"
+if [ $failed -gt 0 ]; then
+  echo "gpu_check: $failed of $(wc -l <"$table") rows failed"
+  exit 1
+fi
+echo "gpu_check: all $(wc -l <"$table") rows passed"

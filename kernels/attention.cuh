@@ -1,0 +1,98 @@
+/* What the attention kernels share: weights of any float or q8_0 type, sums over a warp, int8.
+ * Layer: backend (CUDA), device code. */
+#ifndef K3_KERNELS_ATTENTION_CUH
+#define K3_KERNELS_ATTENTION_CUH
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <stdint.h>
+
+#include "kernels/hopper.cuh"
+#include "kernels/weights.h"
+
+static __device__ __forceinline__ float bf16_value(uint32_t half) { return __uint_as_float(half << 16); }
+
+/* COUNT (4 or 8) neighbours of a row as stored. The type is a template parameter, and loading stands apart from
+ * decoding, so that a loop of loads has neither branch nor use between them: they all go out together. */
+template <K3Type TYPE, int COUNT>
+struct StoredWeights {
+  static constexpr int WORDS = TYPE == K3_TYPE_F32 ? COUNT : TYPE == K3_TYPE_BF16 ? COUNT / 2 : COUNT / 4;
+  uint32_t word[WORDS];
+  uint16_t scale;
+
+  /* From a multiple of COUNT; columns a multiple of COUNT. Zeros unless `there`. */
+  __device__ __forceinline__ void load(const K3CudaMatrix &w, int64_t row, int64_t col, bool there)
+  {
+    const char *from = (const char *)w.codes + (row * w.cols + col) * (4 * WORDS / COUNT); /* 4, 2 or 1 bytes a weight */
+#pragma unroll
+    for (int i = 0; i < WORDS; i++) word[i] = 0;
+    scale = 0;
+    if (!there) return;
+    if constexpr (WORDS % 4 == 0) {
+#pragma unroll
+      for (int i = 0; i < WORDS; i += 4) {
+        const uint4 p = *(const uint4 *)(from + 4 * i);
+        word[i] = p.x, word[i + 1] = p.y, word[i + 2] = p.z, word[i + 3] = p.w;
+      }
+    } else if constexpr (WORDS == 2) {
+      const uint2 p = *(const uint2 *)from;
+      word[0] = p.x, word[1] = p.y;
+    } else {
+      word[0] = *(const uint32_t *)from;
+    }
+    if constexpr (TYPE == K3_TYPE_Q8_0) scale = ((const uint16_t *)w.scale)[row * (w.cols / 32) + col / 32];
+  }
+
+  __device__ __forceinline__ void decode(float *out) const
+  {
+    const float d = __half2float(__ushort_as_half(scale));
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) {
+      if constexpr (TYPE == K3_TYPE_F32)
+        out[i] = __uint_as_float(word[i]);
+      else if constexpr (TYPE == K3_TYPE_BF16)
+        out[i] = i % 2 ? __uint_as_float(word[i / 2] & 0xffff0000u) : bf16_value(word[i / 2] & 0xffffu);
+      else
+        out[i] = d * (float)(int8_t)(word[i / 4] >> (8 * (i % 4)));
+    }
+  }
+};
+
+/* One branch on the type, around a whole loop. */
+#define K3_BY_TYPE(matrix, function, ...)                                     \
+  do {                                                                        \
+    if ((matrix).type == K3_TYPE_F32) function<K3_TYPE_F32>(__VA_ARGS__);     \
+    else if ((matrix).type == K3_TYPE_BF16) function<K3_TYPE_BF16>(__VA_ARGS__); \
+    else function<K3_TYPE_Q8_0>(__VA_ARGS__);                                 \
+  } while (0)
+
+/* One float32 or bfloat16 weight, for rows that are no multiple of 4. */
+static __device__ __forceinline__ float weight_at(const K3CudaMatrix &w, int64_t row, int64_t col)
+{
+  const int64_t at = row * w.cols + col;
+  return w.type == K3_TYPE_F32 ? ((const float *)w.codes)[at] : bf16_value(((const uint16_t *)w.codes)[at]);
+}
+
+static __device__ __forceinline__ float warp_sum(float x)
+{
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(~0u, x, step);
+  return x;
+}
+
+static __device__ __forceinline__ float warp_max(float x)
+{
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, step));
+  return x;
+}
+
+static __device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
+
+/* code = round(x / scale), scale = amax / 127; all zero: scale 0, code 0. NaN: amax misses it, so it goes into the scale. */
+static __device__ __forceinline__ int8_t quantised(float x, float scale)
+{
+  return scale > 0.0f ? (int8_t)__float2int_rn(x / scale) : (int8_t)0;
+}
+
+#endif

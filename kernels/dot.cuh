@@ -1,0 +1,355 @@
+/* Pieces of weights: how each format is loaded, decoded and multiplied. Layer: backend (CUDA), device code.
+ *
+ * A piece is what one lane loads at once (16 bytes of codes). Formats named …Int multiply by int8 codes of the activation
+ * (dp4a), those named …Exact by its float32 values, with the weights decoded to float.
+ * Twin: k3_host_dequantise; source: model.md "Block formats". */
+#ifndef K3_KERNELS_DOT_CUH
+#define K3_KERNELS_DOT_CUH
+
+#include <cuda_fp16.h>
+
+#include "kernels/weights.h"
+
+namespace k3 {
+
+/* The input vector in shared memory. 16-byte cells stand at cell(i), so that lanes at a stride of 2, 4 or 8 cells meet
+ * different banks. */
+struct SharedInput {
+  int4 *codes;          /* 16 values a cell */
+  float *scales;        /* one a block of 32 */
+  float *sums;          /* scale * sum of the codes, one a block of 32 (iq1_s) */
+  float4 *values;       /* 4 values a cell */
+  uint32_t *codebook;   /* iq1_s, packed */
+};
+
+static __device__ __forceinline__ int cell(int i) { return i ^ ((i >> 3) & 7); }
+
+/* Where the parts of a matrix begin. */
+struct Parts {
+  const uint8_t *codes, *high, *scale;
+};
+
+static __device__ __forceinline__ Parts parts_of(const K3CudaMatrix &m)
+{
+  return Parts{(const uint8_t *)m.codes, (const uint8_t *)m.high, (const uint8_t *)m.scale};
+}
+
+/* Weights are read once: they do not stay in L1. */
+static __device__ __forceinline__ uint4 load16(const void *address)
+{
+  uint4 v;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(address));
+  return v;
+}
+static __device__ __forceinline__ uint2 load8(const void *address)
+{
+  uint2 v;
+  asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(address));
+  return v;
+}
+static __device__ __forceinline__ uint32_t load2(const void *address)
+{
+  uint16_t v;
+  asm volatile("ld.global.nc.u16 %0, [%1];" : "=h"(v) : "l"(address));
+  return v;
+}
+static __device__ __forceinline__ uint32_t load1(const void *address)
+{
+  uint32_t v;
+  asm volatile("ld.global.nc.u8 %0, [%1];" : "=r"(v) : "l"(address));
+  return v;
+}
+
+static __device__ __forceinline__ float half_bits(uint32_t bits)
+{
+  return __half2float(__ushort_as_half((unsigned short)bits));
+}
+static __device__ __forceinline__ float e8m0(uint32_t s) { return __uint_as_float(s ? s << 23 : 0x00400000u); }
+static __device__ __forceinline__ uint32_t word(const uint4 &v, int i)
+{
+  return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
+}
+static __device__ __forceinline__ int word(const int4 &v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
+
+static __device__ __forceinline__ float dot4(const float4 &x, float a, float b, float c, float d, float sum)
+{
+  return fmaf(x.x, a, fmaf(x.y, b, fmaf(x.z, c, fmaf(x.w, d, sum))));
+}
+
+/* ---- q8_0: 16 codes, half a block ---- */
+struct Q8Raw {
+  uint4 w;
+  uint32_t d;
+};
+struct Q8Base {
+  enum { VALUES = 16 };
+  typedef Q8Raw Raw;
+  static __device__ __forceinline__ Raw load(const Parts &p, int64_t i)
+  {
+    Raw r;
+    r.w = load16(p.codes + i * 16);
+    r.d = load2(p.scale + (i >> 1) * 2);
+    return r;
+  }
+  static __device__ __forceinline__ Raw zero() { return Raw{make_uint4(0, 0, 0, 0), 0}; }
+};
+struct Q8Int : Q8Base {
+  enum { CODES = 1, FLOATS = 0, BOOK = 0 };
+  struct X {
+    int4 q;
+    float s;
+  };
+  static __device__ __forceinline__ X load_x(const SharedInput &x, int i) { return X{x.codes[cell(i)], x.scales[i >> 1]}; }
+  static __device__ __forceinline__ float dot(const Raw &r, const X &x, const SharedInput &)
+  {
+    int sum = __dp4a((int)r.w.x, x.q.x, 0);
+    sum = __dp4a((int)r.w.y, x.q.y, sum);
+    sum = __dp4a((int)r.w.z, x.q.z, sum);
+    sum = __dp4a((int)r.w.w, x.q.w, sum);
+    return (float)sum * (half_bits(r.d) * x.s);
+  }
+};
+struct Q8Exact : Q8Base {
+  enum { CODES = 0, FLOATS = 1, BOOK = 0 };
+  struct X {
+    int i;
+  };
+  static __device__ __forceinline__ X load_x(const SharedInput &, int i) { return X{i}; }
+  static __device__ __forceinline__ float dot(const Raw &r, const X &x, const SharedInput &in)
+  {
+    float sum = 0;
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+      int w = (int)word(r.w, k);
+      sum = dot4(in.values[cell(x.i * 4 + k)], (float)(int8_t)w, (float)(int8_t)(w >> 8), (float)(int8_t)(w >> 16),
+                 (float)(w >> 24), sum);
+    }
+    return sum * half_bits(r.d);
+  }
+};
+
+/* ---- mxfp4: 32 codes, a block ---- */
+struct Mxfp4Raw {
+  uint4 w;
+  uint32_t s;
+};
+/* Twice the e2m1 values of the nibbles at bits 0, 4, 8, 12, as four int8. */
+static __device__ __forceinline__ int e2m1x4(uint32_t nibbles)
+{
+  uint32_t select = nibbles & 0x7777u;
+  uint32_t plus = __byte_perm(0x03020100u, 0x0c080604u, select);
+  uint32_t minus = __byte_perm(0xfdfeff00u, 0xf4f8fafcu, select);
+  return (int)__byte_perm(plus, minus, 0x3210u | ((nibbles & 0x8888u) >> 1));
+}
+struct Mxfp4Base {
+  enum { VALUES = 32 };
+  typedef Mxfp4Raw Raw;
+  static __device__ __forceinline__ Raw load(const Parts &p, int64_t i)
+  {
+    Raw r;
+    r.w = load16(p.codes + i * 16);
+    r.s = load1(p.scale + i);
+    return r;
+  }
+  static __device__ __forceinline__ Raw zero() { return Raw{make_uint4(0, 0, 0, 0), 0}; }
+};
+struct Mxfp4Int : Mxfp4Base {
+  enum { CODES = 1, FLOATS = 0, BOOK = 0 };
+  struct X {
+    int4 a, b;
+    float s;
+  };
+  static __device__ __forceinline__ X load_x(const SharedInput &x, int i)
+  {
+    return X{x.codes[cell(2 * i)], x.codes[cell(2 * i + 1)], x.scales[i]};
+  }
+  static __device__ __forceinline__ float dot(const Raw &r, const X &x, const SharedInput &)
+  {
+    int sum = 0;
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+      uint32_t w = word(r.w, k);
+      const int4 &q = k < 2 ? x.a : x.b;
+      sum = __dp4a(e2m1x4(w), word(q, (k & 1) * 2), sum);
+      sum = __dp4a(e2m1x4(w >> 16), word(q, (k & 1) * 2 + 1), sum);
+    }
+    return (float)sum * (e8m0(r.s) * 0.5f * x.s);
+  }
+};
+struct Mxfp4Exact : Mxfp4Base {
+  enum { CODES = 0, FLOATS = 1, BOOK = 0 };
+  struct X {
+    int i;
+  };
+  static __device__ __forceinline__ X load_x(const SharedInput &, int i) { return X{i}; }
+  static __device__ __forceinline__ float dot(const Raw &r, const X &x, const SharedInput &in)
+  {
+    float sum = 0;
+#pragma unroll
+    for (int k = 0; k < 8; k++) {
+      int w = e2m1x4(word(r.w, k >> 1) >> ((k & 1) * 16));
+      sum = dot4(in.values[cell(x.i * 8 + k)], (float)(int8_t)w, (float)(int8_t)(w >> 8), (float)(int8_t)(w >> 16),
+                 (float)(w >> 24), sum);
+    }
+    return sum * (e8m0(r.s) * 0.5f);
+  }
+};
+
+/* ---- iq1_s: 128 codes, half a super-block: four sub-blocks of 32 ---- */
+struct Iq1Raw {
+  uint4 qs;
+  uint2 qh;
+  uint32_t d;
+};
+struct Iq1Base {
+  enum { VALUES = 128 };
+  typedef Iq1Raw Raw;
+  static __device__ __forceinline__ Raw load(const Parts &p, int64_t i)
+  {
+    Raw r;
+    r.qs = load16(p.codes + i * 16);
+    r.qh = load8(p.high + i * 8);
+    r.d = load2(p.scale + (i >> 1) * 2);
+    return r;
+  }
+  static __device__ __forceinline__ Raw zero() { return Raw{make_uint4(0, 0, 0, 0), make_uint2(0, 0), 0}; }
+  /* Codebook entry l of sub-block k: values plus one, packed. */
+  static __device__ __forceinline__ uint32_t entry(const SharedInput &in, uint32_t qs, uint32_t qh, int l)
+  {
+    uint32_t low = l == 0 ? qs << 2 : qs >> (8 * l - 2);
+    uint32_t high = l == 3 ? qh << 1 : qh << (10 - 3 * l);
+    return *(const uint32_t *)((const char *)in.codebook + ((low & 0x3fcu) | (high & 0x1c00u)));
+  }
+  static __device__ __forceinline__ uint32_t high_of(const Raw &r, int k)
+  {
+    uint32_t pair = k < 2 ? r.qh.x : r.qh.y;
+    return k & 1 ? pair >> 16 : pair & 0xffffu;
+  }
+  static __device__ __forceinline__ float scale_of(uint32_t qh) { return (float)(((qh >> 11) & 14u) + 1u); }
+  /* delta minus the one that the packed entries carry */
+  static __device__ __forceinline__ float shift_of(uint32_t qh) { return qh & 0x8000u ? -1.125f : -0.875f; }
+};
+struct Iq1Int : Iq1Base {
+  enum { CODES = 1, FLOATS = 0, BOOK = 1 };
+  struct X {
+    int4 q[8];
+    float4 s, sum;
+  };
+  static __device__ __forceinline__ X load_x(const SharedInput &x, int i)
+  {
+    X r;
+#pragma unroll
+    for (int k = 0; k < 8; k++) r.q[k] = x.codes[cell(i * 8 + k)];
+    r.s = ((const float4 *)x.scales)[i];
+    r.sum = ((const float4 *)x.sums)[i];
+    return r;
+  }
+  static __device__ __forceinline__ float dot(const Raw &r, const X &x, const SharedInput &in)
+  {
+    float total = 0;
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+      uint32_t qs = word(r.qs, k), qh = high_of(r, k);
+      int sum = 0, high = 0; /* high: 16 times the upper nibbles' part */
+#pragma unroll
+      for (int l = 0; l < 4; l++) {
+        uint32_t e = entry(in, qs, qh, l);
+        const int4 &q = x.q[2 * k + (l >> 1)];
+        sum = __dp4a((int)(e & 0x0f0f0f0fu), word(q, (l & 1) * 2), sum);
+        high = __dp4a((int)(e & 0xf0f0f0f0u), word(q, (l & 1) * 2 + 1), high);
+      }
+      sum += high >> 4;
+      float s = k == 0 ? x.s.x : k == 1 ? x.s.y : k == 2 ? x.s.z : x.s.w;
+      float xs = k == 0 ? x.sum.x : k == 1 ? x.sum.y : k == 2 ? x.sum.z : x.sum.w;
+      total = fmaf(scale_of(qh), fmaf((float)sum, s, shift_of(qh) * xs), total);
+    }
+    return total * half_bits(r.d);
+  }
+};
+struct Iq1Exact : Iq1Base {
+  enum { CODES = 0, FLOATS = 1, BOOK = 1 };
+  struct X {
+    int i;
+  };
+  static __device__ __forceinline__ X load_x(const SharedInput &, int i) { return X{i}; }
+  static __device__ __forceinline__ float dot(const Raw &r, const X &x, const SharedInput &in)
+  {
+    float total = 0;
+#pragma unroll 1
+    for (int k = 0; k < 4; k++) {
+      uint32_t qs = word(r.qs, k), qh = high_of(r, k);
+      float sum = 0, shift = shift_of(qh);
+#pragma unroll
+      for (int l = 0; l < 4; l++) {
+        uint32_t e = entry(in, qs, qh, l), h = e >> 4;
+        int at = x.i * 32 + k * 8 + l * 2;
+        sum = dot4(in.values[cell(at)], (float)(e & 15u) + shift, (float)((e >> 8) & 15u) + shift,
+                   (float)((e >> 16) & 15u) + shift, (float)((e >> 24) & 15u) + shift, sum);
+        sum = dot4(in.values[cell(at + 1)], (float)(h & 15u) + shift, (float)((h >> 8) & 15u) + shift,
+                   (float)((h >> 16) & 15u) + shift, (float)((h >> 24) & 15u) + shift, sum);
+      }
+      total = fmaf(scale_of(qh), sum, total);
+    }
+    return total * half_bits(r.d);
+  }
+};
+
+/* ---- bf16: 8 values; f32: 4 values; always times float activations ---- */
+struct PlainRaw {
+  uint4 w;
+};
+struct PlainBase {
+  enum { CODES = 0, FLOATS = 1, BOOK = 0 };
+  typedef PlainRaw Raw;
+  struct X {
+    int i;
+  };
+  static __device__ __forceinline__ Raw load(const Parts &p, int64_t i) { return Raw{load16(p.codes + i * 16)}; }
+  static __device__ __forceinline__ Raw zero() { return Raw{make_uint4(0, 0, 0, 0)}; }
+  static __device__ __forceinline__ X load_x(const SharedInput &, int i) { return X{i}; }
+};
+struct Bf16 : PlainBase {
+  enum { VALUES = 8 };
+  static __device__ __forceinline__ float low(uint32_t w) { return __uint_as_float(w << 16); }
+  static __device__ __forceinline__ float high(uint32_t w) { return __uint_as_float(w & 0xffff0000u); }
+  static __device__ __forceinline__ float dot(const Raw &r, const X &x, const SharedInput &in)
+  {
+    float sum = dot4(in.values[cell(2 * x.i)], low(r.w.x), high(r.w.x), low(r.w.y), high(r.w.y), 0.0f);
+    return dot4(in.values[cell(2 * x.i + 1)], low(r.w.z), high(r.w.z), low(r.w.w), high(r.w.w), sum);
+  }
+};
+struct F32 : PlainBase {
+  enum { VALUES = 4 };
+  static __device__ __forceinline__ float dot(const Raw &r, const X &x, const SharedInput &in)
+  {
+    return dot4(in.values[cell(x.i)], __uint_as_float(r.w.x), __uint_as_float(r.w.y), __uint_as_float(r.w.z),
+                __uint_as_float(r.w.w), 0.0f);
+  }
+};
+
+/* Element (row, col) of any matrix, decoded. */
+static __device__ inline float element(const K3CudaMatrix &m, int64_t row, int64_t col)
+{
+  int64_t at = row * m.cols + col;
+  switch (m.type) {
+  case K3_TYPE_F32: return ((const float *)m.codes)[at];
+  case K3_TYPE_BF16: return __uint_as_float((uint32_t)((const uint16_t *)m.codes)[at] << 16);
+  case K3_TYPE_Q8_0: return (float)((const int8_t *)m.codes)[at] * half_bits(((const uint16_t *)m.scale)[at >> 5]);
+  case K3_TYPE_MXFP4: {
+    uint32_t nibble = (((const uint8_t *)m.codes)[at >> 1] >> ((at & 1) * 4)) & 15u;
+    return (float)(int8_t)(e2m1x4(nibble) & 0xff) * (0.5f * e8m0(((const uint8_t *)m.scale)[at >> 5]));
+  }
+  default: {
+    uint32_t qs = ((const uint8_t *)m.codes)[at >> 3];
+    uint32_t qh = ((const uint16_t *)m.high)[at >> 5];
+    uint32_t entry = m.codebook[qs | (((qh >> (3 * ((at >> 3) & 3))) & 7u) << 8)];
+    uint32_t value = (entry >> (8 * (at & 3) + (at & 4))) & 15u;
+    float d = half_bits(((const uint16_t *)m.scale)[at >> 8]);
+    return d * Iq1Base::scale_of(qh) * ((float)value + Iq1Base::shift_of(qh));
+  }
+  }
+}
+
+} /* namespace k3 */
+#endif

@@ -1,0 +1,389 @@
+/* The matrix-vector core: a block's rows streamed through a ring of registers. Layer: backend (CUDA), device code.
+ *
+ * The work of a block is a range of rows, cut into steps: one step = one 16-byte load a lane. A row takes `chunks` steps
+ * of `lanes` lanes, and a warp does 32/lanes rows at a time. The steps of all rows stand in one line that is dealt
+ * evenly to the warps, so that rows need not divide by anything; a row that two warps share is summed in shared
+ * memory, in warp order (the same result every time). Each lane keeps DEPTH loads in flight, from before the wait
+ * for the predecessor where the weights are known by then. */
+#ifndef K3_KERNELS_GEMV_CUH
+#define K3_KERNELS_GEMV_CUH
+
+#include "kernels/dot.cuh"
+#include "kernels/input.h"
+
+namespace k3 {
+
+/* How pieces of rows meet lanes. */
+struct Tiling {
+  int pieces;     /* of a row */
+  int lanes;      /* of a row: power of two */
+  int lanes_log;
+  int chunks;     /* steps of a row */
+};
+
+/* The widest tiling that a narrower one does not beat by more than an eighth. */
+static __host__ __device__ inline Tiling tiling_of(int pieces)
+{
+  Tiling t{pieces, 32, 5, (pieces + 31) / 32};
+  int slots = t.chunks * 32;
+  for (int log = 4; log >= 0; log--) {
+    int chunks = (pieces + (1 << log) - 1) >> log;
+    if ((chunks << log) * 8 < slots * 7) {
+      slots = chunks << log;
+      t = Tiling{pieces, 1 << log, log, chunks};
+    }
+  }
+  return t;
+}
+
+/* Shared floats for the row sums of `rows` rows (at most this many by a block at once). */
+static __host__ __device__ inline int segment_floats(int rows, int lanes, int warps)
+{
+  int rows_step = 32 / lanes;
+  return ((rows + rows_step - 1) / rows_step + warps) * rows_step;
+}
+
+/* Rows as they stand: piece index = row * pieces + piece. */
+struct PlainMap {
+  Parts parts;
+  int pieces;
+  __device__ __forceinline__ Parts place(int row, int piece, int64_t *index) const
+  {
+    *index = (int64_t)row * pieces + piece;
+    return parts;
+  }
+};
+
+template <class F, int DEPTH, class Map>
+struct Gemv {
+  const Map map;
+  const Tiling t;
+  const int row_begin, row_end;
+  int steps_warp, warp, sub, lane_piece;
+  int left, chunk, group;   /* to load */
+  typename F::Raw ring[DEPTH];
+
+  __device__ __forceinline__ Gemv(const Map &m, const Tiling &tiling, int begin, int end)
+      : map(m), t(tiling), row_begin(begin), row_end(end)
+  {
+    int lane = threadIdx.x & 31, warps = blockDim.x >> 5;
+    warp = threadIdx.x >> 5;
+    sub = lane >> t.lanes_log;
+    lane_piece = lane & (t.lanes - 1);
+    int steps = groups() * t.chunks;
+    steps_warp = (steps + warps - 1) / warps;
+    int first = min(warp * steps_warp, steps);
+    left = min(first + steps_warp, steps) - first;
+    group = first / t.chunks;
+    chunk = first - group * t.chunks;
+  }
+
+  __device__ __forceinline__ int groups() const
+  {
+    int rows_log = 5 - t.lanes_log;
+    return (row_end - row_begin + (1 << rows_log) - 1) >> rows_log;
+  }
+
+  /* Lanes past the row or the last row repeat a neighbour's load and are left out of the sum: a branch here would make
+   * the warp wait for the load in the middle of the ring. */
+  __device__ __forceinline__ void load_next(typename F::Raw *raw, int *load_chunk, int *load_group) const
+  {
+    int row = row_begin + (*load_group << (5 - t.lanes_log)) + sub, piece = (*load_chunk << t.lanes_log) + lane_piece;
+    int64_t index;
+    Parts parts = map.place(min(row, row_end - 1), min(piece, t.pieces - 1), &index);
+    *raw = F::load(parts, index);
+    if (++*load_chunk == t.chunks) {
+      *load_chunk = 0;
+      ++*load_group;
+    }
+  }
+
+  __device__ __forceinline__ void flush(float sum, int at_group, float *segments) const
+  {
+    for (int o = t.lanes >> 1; o; o >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, o);
+    if (lane_piece == 0) segments[((at_group + warp) << (5 - t.lanes_log)) + sub] = sum;
+  }
+
+  /* The first loads, which need nothing but weights. */
+  int load_chunk, load_group;
+  __device__ __forceinline__ void preload()
+  {
+    load_chunk = chunk;
+    load_group = group;
+#pragma unroll
+    for (int i = 0; i < DEPTH; i++) {
+      if (i < left) load_next(&ring[i], &load_chunk, &load_group);
+      else ring[i] = F::zero();
+    }
+  }
+
+  /* Row sums to `segments`. */
+  __device__ __forceinline__ void run(const SharedInput &in, float *segments)
+  {
+    float sum = 0;
+    for (int u = 0; u < left; u += DEPTH) {
+#pragma unroll
+      for (int i = 0; i < DEPTH; i++) {
+        if (u + i >= left) break;
+        int piece = (chunk << t.lanes_log) + lane_piece;
+        float part = F::dot(ring[i], F::load_x(in, min(piece, t.pieces - 1)), in);
+        sum += piece < t.pieces ? part : 0.0f;
+        if (u + i + DEPTH < left) load_next(&ring[i], &load_chunk, &load_group);
+        if (++chunk == t.chunks) {
+          flush(sum, group, segments);
+          sum = 0;
+          chunk = 0;
+          group++;
+        }
+      }
+    }
+    if (chunk && left) flush(sum, group, segments);
+  }
+
+  /* The same where t.chunks is 1: every step of a lane meets the same part of the input, held in registers. Two rows are
+   * multiplied and reduced side by side, so that their look-ups overlap; a second row past the end is left unused. */
+  __device__ __forceinline__ void run_kept(const SharedInput &in, float *segments)
+  {
+    static_assert(DEPTH % 2 == 0, "rows go in pairs");
+    const typename F::X kept = F::load_x(in, min(lane_piece, t.pieces - 1));
+    for (int u = 0; u < left; u += DEPTH) {
+#pragma unroll
+      for (int i = 0; i < DEPTH; i += 2) {
+        if (u + i >= left) break;
+        float a = F::dot(ring[i], kept, in), b = F::dot(ring[i + 1], kept, in);
+        if (u + i + DEPTH < left) {
+          load_next(&ring[i], &load_chunk, &load_group);
+          load_next(&ring[i + 1], &load_chunk, &load_group);
+        }
+        if (lane_piece >= t.pieces) a = b = 0.0f;
+        for (int o = t.lanes >> 1; o; o >>= 1) {
+          a += __shfl_xor_sync(0xffffffffu, a, o);
+          b += __shfl_xor_sync(0xffffffffu, b, o);
+        }
+        if (lane_piece == 0) {
+          int at = ((group + u + i + warp) << (5 - t.lanes_log)) + sub;
+          segments[at] = a;
+          if (u + i + 1 < left) segments[at + (1 << (5 - t.lanes_log))] = b;
+        }
+      }
+    }
+  }
+
+  /* The sum of row row_begin + i, after a block barrier behind run(). */
+  __device__ __forceinline__ float row_sum(const float *segments, int i) const
+  {
+    int rows_log = 5 - t.lanes_log, g = i >> rows_log, s = i & ((1 << rows_log) - 1);
+    int first = g * t.chunks / steps_warp, last = ((g + 1) * t.chunks - 1) / steps_warp;
+    float sum = 0;
+    for (int w = first; w <= last; w++) sum += segments[((g + w) << rows_log) + s];
+    return sum;
+  }
+};
+
+/* Block sum, the same in every thread; scratch [33]. */
+static __device__ __forceinline__ float block_sum(float v, float *scratch)
+{
+  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
+#pragma unroll
+  for (int o = 16; o; o >>= 1) v += __shfl_xor_sync(0xffffffffu, v, o);
+  if (lane == 0) scratch[warp] = v;
+  __syncthreads();
+  if (warp == 0) {
+    v = lane < warps ? scratch[lane] : 0.0f;
+#pragma unroll
+    for (int o = 16; o; o >>= 1) v += __shfl_xor_sync(0xffffffffu, v, o);
+    if (lane == 0) scratch[32] = v;
+  }
+  __syncthreads();
+  return scratch[32];
+}
+
+/* Maximum that keeps NaN: a NaN activation must reach the output, not become code 0. */
+static __device__ __forceinline__ float max_nan(float a, float b)
+{
+  float r;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+  return r;
+}
+
+/* Four neighbouring values of this thread, a block of 32 over 8 lanes: four codes packed; *scale is the block's. */
+static __device__ __forceinline__ uint32_t quantise4(const float v[4], float *scale, float *sum)
+{
+  float most = max_nan(max_nan(fabsf(v[0]), fabsf(v[1])), max_nan(fabsf(v[2]), fabsf(v[3])));
+#pragma unroll
+  for (int o = 4; o; o >>= 1) most = max_nan(most, __shfl_xor_sync(0xffffffffu, most, o));
+  float inverse = most > 0 ? 127.0f / most : 0.0f;
+  int code[4], total = 0;
+#pragma unroll
+  for (int k = 0; k < 4; k++) {
+    code[k] = __float2int_rn(v[k] * inverse);
+    total += code[k];
+  }
+#pragma unroll
+  for (int o = 4; o; o >>= 1) total += __shfl_xor_sync(0xffffffffu, total, o);
+  *scale = most / 127.0f;
+  *sum = *scale * (float)total;
+  return (code[0] & 0xff) | (code[1] & 0xff) << 8 | (code[2] & 0xff) << 16 | (uint32_t)(code[3] & 0xff) << 24;
+}
+
+static __device__ __forceinline__ float situ(float g, float u, float beta, float linear_beta)
+{
+  return beta * tanhf(g / beta) / (1.0f + expf(-g)) * (linear_beta * tanhf(u / linear_beta));
+}
+
+/* Parts of a block's dynamic shared memory, in bytes from its start; -1: absent. */
+struct SharedPlan {
+  int codes, scales, sums, values, codebook, segments, bytes;
+};
+
+static inline int take(int *at, int64_t bytes)
+{
+  int begin = *at;
+  *at += (int)((bytes + 127) / 128 * 128);
+  return begin;
+}
+
+/* The plan of one input whose parts begin at `at`. */
+static inline SharedPlan plan_shared(int at, int64_t n, int codes, int floats, int book, int segments)
+{
+  SharedPlan p;
+  int64_t padded = (n + 127) / 128 * 128;
+  p.codes = codes ? take(&at, padded) : -1;
+  p.scales = codes ? take(&at, padded / 8) : -1;
+  p.sums = codes ? take(&at, padded / 8) : -1;
+  p.values = floats ? take(&at, padded * 4) : -1;
+  p.codebook = book ? take(&at, K3_CODEBOOK_ENTRIES * 4) : -1;
+  p.segments = take(&at, (int64_t)segments * 4);
+  p.bytes = at;
+  return p;
+}
+
+static __device__ __forceinline__ SharedInput shared_input(char *memory, const SharedPlan &p)
+{
+  SharedInput in;
+  in.codes = p.codes >= 0 ? (int4 *)(memory + p.codes) : nullptr;
+  in.scales = p.codes >= 0 ? (float *)(memory + p.scales) : nullptr;
+  in.sums = p.codes >= 0 ? (float *)(memory + p.sums) : nullptr;
+  in.values = p.values >= 0 ? (float4 *)(memory + p.values) : nullptr;
+  in.codebook = p.codebook >= 0 ? (uint32_t *)(memory + p.codebook) : nullptr;
+  return in;
+}
+
+/* The codebook never changes: before the wait. A block barrier must follow. */
+static __device__ __forceinline__ void fill_codebook(const SharedInput &in, const uint32_t *codebook)
+{
+  if (!in.codebook || !codebook) return;
+  for (int i = threadIdx.x; i < K3_CODEBOOK_ENTRIES / 4; i += blockDim.x)
+    ((uint4 *)in.codebook)[i] = ((const uint4 *)codebook)[i];
+}
+
+/* Four values at i … i+3 from L2; beyond `n`: 0. */
+static __device__ __forceinline__ void fetch4(const float *from, int i, int n, float v[4])
+{
+  if (i + 4 <= n && ((uintptr_t)from & 15) == 0) { /* i is a multiple of four */
+    float4 f = __ldcg((const float4 *)(from + i));
+    v[0] = f.x, v[1] = f.y, v[2] = f.z, v[3] = f.w;
+  } else {
+#pragma unroll
+    for (int k = 0; k < 4; k++) v[k] = i + k < n ? __ldcg(from + i + k) : 0.0f;
+  }
+}
+
+/* Stores four values (all lanes of a warp together) into the shared input, quantised if it has codes. */
+static __device__ __forceinline__ void put4(const SharedInput &in, int i, const float v[4])
+{
+  if (in.values) in.values[cell(i >> 2)] = make_float4(v[0], v[1], v[2], v[3]);
+  if (in.codes) {
+    float scale, sum;
+    uint32_t codes = quantise4(v, &scale, &sum);
+    ((uint32_t *)in.codes)[cell(i >> 4) * 4 + ((i >> 2) & 3)] = codes;
+    if ((threadIdx.x & 7) == 0) {
+      in.scales[i >> 5] = scale;
+      in.sums[i >> 5] = sum;
+    }
+  }
+}
+
+/* The fills below issue all loads of a round before the first use: each would cost an L2 access in turn otherwise. */
+
+/* The normalised part of a longer vector. */
+static __device__ __forceinline__ void fill_rms(const K3CudaInput &input, const SharedInput &in, float *scratch)
+{
+  int n = (int)input.n, full = (int)input.full, padded = (n + 127) / 128 * 128, i = threadIdx.x * 4, round = blockDim.x * 4;
+  const float *from = input.vector.values + input.offset, *norm = input.norm + input.offset;
+  float v[4], w[4], sum = 0;
+  fetch4(from, i, n, v);
+  fetch4(norm, i, n, w);
+  for (int j = threadIdx.x * 4; j < full; j += 2 * round) {
+    float a[4], b[4];
+    fetch4(input.vector.values, j, full, a);
+    fetch4(input.vector.values, j + round, full, b);
+#pragma unroll
+    for (int k = 0; k < 4; k++) sum = fmaf(a[k], a[k], fmaf(b[k], b[k], sum));
+  }
+  float scale = 1.0f / sqrtf(block_sum(sum, scratch) / (float)full + input.eps);
+  while (i < padded) {
+#pragma unroll
+    for (int k = 0; k < 4; k++) v[k] = v[k] * scale * w[k];
+    put4(in, i, v);
+    i += round;
+    if (i >= padded) break;
+    fetch4(from, i, n, v);
+    fetch4(norm, i, n, w);
+  }
+}
+
+/* What is quantised already. */
+static __device__ __forceinline__ void fill_quantised(const K3CudaInput &input, const SharedInput &in)
+{
+  int n = (int)input.n, blocks = n / 32;
+  if (in.codes) {
+    const int4 *codes = (const int4 *)input.vector.codes;
+    int i = threadIdx.x;
+    float scale = i < blocks ? __ldcg(input.vector.scales + i) : 0.0f;
+    for (; i < 2 * blocks; i += blockDim.x) in.codes[cell(i)] = __ldcg(codes + i);
+    for (i = threadIdx.x; i < blocks; i += blockDim.x)
+      in.scales[i] = i == (int)threadIdx.x ? scale : __ldcg(input.vector.scales + i);
+    if (in.codebook) /* the sums serve iq1_s alone */
+      for (i = threadIdx.x; i < blocks; i += blockDim.x) {
+        int4 a = __ldcg(codes + 2 * i), b = __ldcg(codes + 2 * i + 1);
+        int sum = 0;
+#pragma unroll
+        for (int k = 0; k < 4; k++) sum = __dp4a(word(b, k), 0x01010101, __dp4a(word(a, k), 0x01010101, sum));
+        in.sums[i] = __ldcg(input.vector.scales + i) * (float)sum;
+      }
+  }
+  if (in.values)
+    for (int i = threadIdx.x * 4; i < (n + 127) / 128 * 128; i += blockDim.x * 4) {
+      float v[4];
+      fetch4(input.vector.values, i, n, v);
+      in.values[cell(i >> 2)] = make_float4(v[0], v[1], v[2], v[3]);
+    }
+}
+
+/* values, or situ(values, up). */
+static __device__ __forceinline__ void fill_values(const K3CudaInput &input, const SharedInput &in)
+{
+  int n = (int)input.n, padded = (n + 127) / 128 * 128;
+  for (int i = threadIdx.x * 4; i < padded; i += blockDim.x * 4) {
+    float v[4], w[4];
+    fetch4(input.vector.values, i, n, v);
+    if (input.kind == K3_INPUT_SITU) {
+      fetch4(input.up, i, n, w);
+#pragma unroll
+      for (int k = 0; k < 4; k++) v[k] = situ(v[k], w[k], input.situ_beta, input.situ_linear_beta);
+    }
+    put4(in, i, v);
+  }
+}
+
+/* Prepares the input in shared memory; after the wait. scratch [33]. A block barrier must follow. */
+static __device__ inline void fill_input(const K3CudaInput &input, const SharedInput &in, float *scratch)
+{
+  if (input.kind == K3_INPUT_QUANTISED) fill_quantised(input, in);
+  else if (input.kind == K3_INPUT_RMS) fill_rms(input, in, scratch);
+  else fill_values(input, in);
+}
+
+} /* namespace k3 */
+#endif

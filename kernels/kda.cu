@@ -1,0 +1,278 @@
+/* Kimi delta attention, one token. Layer: backend (CUDA). Twins: k3_host_kda_conv, k3_host_kda_heads.
+ *
+ * Grid    heads clusters of 8 blocks; a block has D/8 channels: their convolutions and decays, and the state of these
+ *         value channels against all keys. The cluster exchanges q, k, decay and, at the end, the outputs.
+ * Block   4 warps; a warp has VALUES value channels, a lane KEYS of their keys.
+ * Reads   state twice (read, written: 2 · heads · D² · 4 bytes), f_b once; at 12 heads of 128: 1.6 MB + 0.2 … 0.8 MB.
+ * Bound   latency: two meetings of the cluster. State and weights are loaded before the predecessor ends. */
+#include <cuda_runtime.h>
+#include <math.h>
+
+#include "kernels/attention.cuh"
+#include "kernels/kda.h"
+#include "kernels/wait.cuh"
+
+namespace {
+
+constexpr int CLUSTER = 8, WARPS = 4, BLOCK = 32 * WARPS;
+
+/* A lane's keys: four neighbours from 4 lane, again 128 on … . Four at a time where D is a multiple of 4. */
+__device__ __forceinline__ int key_of(int lane, int i) { return 4 * lane + i % 4 + 128 * (i / 4); }
+
+/* `there` of ROWS rows, D floats apart; the rest are 0. One branch on D around all loads: they go out together. */
+template <int KEYS, int ROWS>
+__device__ __forceinline__ void load_keys(const float *from, int D, int there, int lane, float out[ROWS][KEYS])
+{
+  if (D % 4 == 0) {
+#pragma unroll
+    for (int r = 0; r < ROWS; r++)
+#pragma unroll
+      for (int i = 0; i < KEYS; i += 4) {
+        const int key = key_of(lane, i);
+        float4 x = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        if (r < there && key < D) x = __ldcg((const float4 *)(from + (int64_t)r * D + key));
+        out[r][i] = x.x, out[r][i + 1] = x.y, out[r][i + 2] = x.z, out[r][i + 3] = x.w;
+      }
+  } else {
+#pragma unroll
+    for (int r = 0; r < ROWS; r++)
+#pragma unroll
+      for (int i = 0; i < KEYS; i++) {
+        const int key = key_of(lane, i);
+        out[r][i] = r < there && key < D ? __ldcg(from + (int64_t)r * D + key) : 0.0f;
+      }
+  }
+}
+
+template <int KEYS>
+__device__ __forceinline__ void store_keys(float *to, int D, int lane, const float *in)
+{
+#pragma unroll
+  for (int i = 0; i < KEYS; i += 4) {
+    const int key = key_of(lane, i);
+    if (D % 4 == 0) {
+      if (key < D) *(float4 *)(to + key) = make_float4(in[i], in[i + 1], in[i + 2], in[i + 3]);
+    } else {
+#pragma unroll
+      for (int e = 0; e < 4; e++)
+        if (key + e < D) to[key + e] = in[i + e];
+    }
+  }
+}
+
+/* The same of rows of f_b. */
+template <K3Type TYPE, int KEYS, int ROWS>
+__device__ __forceinline__ void load_f_b(const K3CudaMatrix &f_b, int64_t row, int D, int there, int lane,
+                                         float w[ROWS][KEYS])
+{
+  StoredWeights<TYPE, 4> stored[ROWS][KEYS / 4];
+#pragma unroll
+  for (int r = 0; r < ROWS; r++)
+#pragma unroll
+    for (int i = 0; i < KEYS / 4; i++)
+      stored[r][i].load(f_b, row + r, key_of(lane, 4 * i), r < there && key_of(lane, 4 * i) < D);
+#pragma unroll
+  for (int r = 0; r < ROWS; r++)
+#pragma unroll
+    for (int i = 0; i < KEYS / 4; i++) stored[r][i].decode(&w[r][4 * i]);
+}
+
+template <int KEYS, int ROWS>
+__device__ __forceinline__ void load_any_f_b(const K3CudaMatrix &f_b, int64_t row, int D, int there, int lane,
+                                             float w[ROWS][KEYS])
+{
+  if (D % 4 != 0) {
+#pragma unroll
+    for (int r = 0; r < ROWS; r++)
+#pragma unroll
+      for (int i = 0; i < KEYS; i++) {
+        const int key = key_of(lane, i);
+        w[r][i] = r < there && key < D ? weight_at(f_b, row + r, key) : 0.0f;
+      }
+  } else if (f_b.type == K3_TYPE_F32) {
+    load_f_b<K3_TYPE_F32, KEYS, ROWS>(f_b, row, D, there, lane, w);
+  } else if (f_b.type == K3_TYPE_BF16) {
+    load_f_b<K3_TYPE_BF16, KEYS, ROWS>(f_b, row, D, there, lane, w);
+  } else {
+    load_f_b<K3_TYPE_Q8_0, KEYS, ROWS>(f_b, row, D, there, lane, w);
+  }
+}
+
+/* KEYS: keys of a lane; D <= 32 KEYS. VALUES: channels of a warp; D / 8 <= 4 VALUES. */
+template <int KEYS, int VALUES>
+__global__ void __launch_bounds__(BLOCK) kda_kernel(const K3CudaKda a)
+{
+  constexpr int MAX_D = 32 * KEYS;
+  __shared__ float q_all[MAX_D], k_all[MAX_D], keep_all[MAX_D], out_all[MAX_D], v_tile[WARPS * VALUES];
+  __shared__ float squares[CLUSTER * WARPS];
+  __shared__ __align__(8) uint64_t exchanged[2];
+  const uint32_t inputs = shared_address(&exchanged[0]), outputs = shared_address(&exchanged[1]);
+  if (threadIdx.x == 0) {
+    barrier_init(inputs, 1), barrier_init(outputs, 1);
+    barrier_init_fence();
+    barrier_expect(inputs, 3 * 4 * (uint32_t)a.head_dim);
+    barrier_expect(outputs, 4 * (uint32_t)(a.head_dim + CLUSTER * WARPS));
+  }
+  cluster_arrive(); /* all blocks of the cluster run: waited for before the first store to another */
+
+  const int D = (int)a.head_dim, tile = (D + CLUSTER - 1) / CLUSTER;
+  const int rank = blockIdx.x % CLUSTER, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int64_t head = blockIdx.x / CLUSTER, channels = a.heads * D;
+  const int first = rank * tile, count = max(0, min(tile, D - first)); /* this block's channels of the head */
+  const int64_t at = head * D + first;
+
+  /* 1. What no other launch of this step writes: state, windows, weights. */
+  float S[VALUES][KEYS], f_b[VALUES][KEYS];
+  float *state = a.state + (head * D + first) * D;
+  const int mine = count - warp * VALUES; /* channels of this warp, if positive */
+  load_keys<KEYS, VALUES>(state + (int64_t)warp * VALUES * D, D, mine, lane, S);
+  if (a.f_b.codes) load_any_f_b<KEYS, VALUES>(a.f_b, at + warp * VALUES, D, mine, lane, f_b);
+  const int kind = threadIdx.x / (WARPS * VALUES), channel = threadIdx.x % (WARPS * VALUES); /* q, k, v, none */
+  const bool convolves = kind < 3 && channel < count;
+  const int taps = (int)a.kernel;
+  float *window = a.window + (int64_t)kind * (taps - 1) * channels + at + channel;
+  float sum = 0.0f, last_tap = 0.0f, past[K3_KDA_MAX_KERNEL - 1], tap[K3_KDA_MAX_KERNEL - 1];
+  if (convolves) {
+    const float *conv = (kind == 0 ? a.q_conv : kind == 1 ? a.k_conv : a.v_conv) + (at + channel) * taps;
+#pragma unroll
+    for (int t = 0; t < K3_KDA_MAX_KERNEL - 1; t++) {
+      past[t] = t < taps - 1 ? __ldcg(window + t * channels) : 0.0f;
+      tap[t] = t < taps - 1 ? conv[t] : 0.0f;
+    }
+    last_tap = conv[taps - 1];
+#pragma unroll
+    for (int t = 0; t < K3_KDA_MAX_KERNEL - 1; t++) sum += tap[t] * past[t];
+  }
+  const float rate = expf(a.a_log[head]), lower = (float)a.gate_lower_bound;
+
+  /* 2. Convolutions and decays of this block's channels, to the whole cluster. */
+  k3_wait();
+  float gate[VALUES], z[VALUES];
+#pragma unroll
+  for (int v = 0; v < VALUES; v++) {
+    const int j = warp * VALUES + v;
+    gate[v] = j < count ? __ldcg(a.gate + at + j) : 0.0f;
+    z[v] = j < count && !a.f_b.codes ? __ldcg(a.decay + at + j) : 0.0f;
+  }
+  const float beta = sigmoid(__ldcg(a.beta + head));
+  float activated = 0.0f;
+  if (convolves) {
+    const float x = __ldcg((kind == 0 ? a.q : kind == 1 ? a.k : a.v) + at + channel);
+    sum += last_tap * x;
+    activated = sum * sigmoid(sum);
+#pragma unroll
+    for (int t = 0; t < K3_KDA_MAX_KERNEL - 1; t++)
+      if (t < taps - 1) window[t * channels] = t == taps - 2 ? x : past[t + 1 < K3_KDA_MAX_KERNEL - 1 ? t + 1 : t];
+    if (kind == 2) v_tile[channel] = activated;
+  }
+  if (a.f_b.codes) {
+    float f_a[1][KEYS];
+    load_keys<KEYS, 1>(a.f_a, D, 1, lane, f_a);
+#pragma unroll
+    for (int i = 0; i < KEYS; i++)
+#pragma unroll
+      for (int v = 0; v < VALUES; v++) z[v] += f_b[v][i] * f_a[0][i];
+#pragma unroll
+    for (int v = 0; v < VALUES; v++) z[v] = warp_sum(z[v]);
+  }
+  cluster_wait();
+  if (convolves && kind < 2)
+#pragma unroll
+    for (int r = 0; r < CLUSTER; r++) send_to((kind == 0 ? q_all : k_all) + first + channel, inputs, r, activated);
+#pragma unroll
+  for (int v = 0; v < VALUES; v++) {
+    const int j = warp * VALUES + v;
+    if (j >= count) continue;
+    const float keep = expf(lower * sigmoid(rate * (z[v] + a.dt_bias[at + j])));
+    if (lane < CLUSTER) send_to(keep_all + first + j, inputs, lane, keep);
+  }
+  __syncthreads(); /* v_tile */
+  barrier_wait(inputs, 0);
+
+  /* 3. Normalised q and k of this lane's keys. */
+  float q[KEYS], k[KEYS], keep[KEYS], qq = 0.0f, kk = 0.0f, qk = 0.0f;
+#pragma unroll
+  for (int i = 0; i < KEYS; i++) {
+    const int key = key_of(lane, i);
+    q[i] = key < D ? q_all[key] : 0.0f;
+    k[i] = key < D ? k_all[key] : 0.0f;
+    keep[i] = key < D ? keep_all[key] : 0.0f;
+    qq += q[i] * q[i], kk += k[i] * k[i];
+  }
+  const float q_scale = 1.0f / (sqrtf(warp_sum(qq) + 1e-6f) * sqrtf((float)D)), k_scale = 1.0f / sqrtf(warp_sum(kk) + 1e-6f);
+#pragma unroll
+  for (int i = 0; i < KEYS; i++) q[i] *= q_scale, k[i] *= k_scale, qk += q[i] * k[i];
+  qk = warp_sum(qk);
+
+  /* 4. State and readout. o = Σ (S + k δ) q = Σ S q + δ Σ k q: one round of sums instead of two. */
+  float r[VALUES], o[VALUES];
+#pragma unroll
+  for (int v = 0; v < VALUES; v++) {
+    r[v] = o[v] = 0.0f;
+#pragma unroll
+    for (int i = 0; i < KEYS; i++) {
+      S[v][i] *= keep[i];
+      r[v] += S[v][i] * k[i], o[v] += S[v][i] * q[i];
+    }
+  }
+#pragma unroll
+  for (int v = 0; v < VALUES; v++) r[v] = warp_sum(r[v]), o[v] = warp_sum(o[v]);
+  float square = 0.0f;
+#pragma unroll
+  for (int v = 0; v < VALUES; v++) {
+    const int j = warp * VALUES + v;
+    if (j >= count) continue;
+    const float delta = beta * (v_tile[j] - r[v]);
+    o[v] += delta * qk;
+    square += o[v] * o[v];
+#pragma unroll
+    for (int i = 0; i < KEYS; i++) S[v][i] += k[i] * delta;
+    store_keys<KEYS>(state + (int64_t)j * D, D, lane, S[v]);
+    const float gated = o[v] * a.o_norm[first + j] * sigmoid(gate[v]);
+    if (lane < CLUSTER) send_to(out_all + first + j, outputs, lane, gated);
+  }
+  if (lane < CLUSTER) send_to(squares + rank * WARPS + warp, outputs, lane, square);
+  barrier_wait(outputs, 0); /* all that others send to this block has come, so it may end */
+
+  /* 5. The head's norm, and the output: the norm is a positive factor, so largest magnitudes may be taken before it. */
+  const float norm = 1.0f / sqrtf(warp_sum(squares[lane]) / (float)D + (float)a.rms_norm_eps);
+  const int j = threadIdx.x;
+  if (j >= count) return;
+  const float value = out_all[first + j] * norm;
+  a.out.values[at + j] = value;
+  if (!a.out.codes) return;
+  const int group = (first + j) / 32 * 32;
+  float largest = 0.0f;
+#pragma unroll
+  for (int i = 0; i < 32; i++) largest = fmaxf(largest, fabsf(out_all[group + i] * norm));
+  const float scale = largest / 127.0f;
+  a.out.codes[at + j] = quantised(value, scale);
+  if (first + j == group) a.out.scales[(head * D + group) / 32] = scale;
+}
+
+K3Status check(const K3CudaKda *a)
+{
+  if (a->heads < 1 || a->head_dim < 1 || a->head_dim > K3_KDA_MAX_DIM || a->kernel < 1 || a->kernel > K3_KDA_MAX_KERNEL)
+    K3_FAIL(K3_ERR_INPUT, "kda: %lld heads of kda_head_dim %lld (at most %d), kda_conv_kernel %lld (at most %d)",
+            (long long)a->heads, (long long)a->head_dim, K3_KDA_MAX_DIM, (long long)a->kernel, K3_KDA_MAX_KERNEL);
+  if (a->out.codes && a->head_dim % 32 != 0)
+    K3_FAIL(K3_ERR_INPUT, "kda: int8 output needs kda_head_dim a multiple of 32, got %lld", (long long)a->head_dim);
+  if (!a->f_b.codes) return K3_OK;
+  if (a->f_b.type != K3_TYPE_F32 && a->f_b.type != K3_TYPE_BF16 && a->f_b.type != K3_TYPE_Q8_0)
+    K3_FAIL(K3_ERR_INPUT, "kda: f_b_proj is %s; f32, bf16 and q8_0 are served", k3_format(a->f_b.type)->name);
+  if (a->f_b.cols != a->head_dim || a->f_b.rows < a->heads * a->head_dim)
+    K3_FAIL(K3_ERR_INPUT, "kda: f_b_proj is [%lld, %lld], wanted [%lld, %lld]", (long long)a->f_b.rows,
+            (long long)a->f_b.cols, (long long)(a->heads * a->head_dim), (long long)a->head_dim);
+  return K3_OK;
+}
+
+} // namespace
+
+K3Status k3_cuda_kda(const K3CudaLaunch *launch, const K3CudaKda *arguments)
+{
+  K3_TRY(check(arguments));
+  const void *kernel = arguments->head_dim <= 128 ? (const void *)kda_kernel<4, 4> : (const void *)kda_kernel<8, 8>;
+  void *parameters[] = {const_cast<K3CudaKda *>(arguments)};
+  return k3_cuda_launch_kernel(launch, "kda_kernel", kernel, (unsigned)(arguments->heads * CLUSTER), BLOCK, CLUSTER, 0,
+                               parameters);
+}

@@ -1,0 +1,267 @@
+/* Fused matrix-vector products. See linear.h. Layer: backend (CUDA).
+ *
+ * linear_kernel: grid = SMs x blocks_per_sm, 512 threads; a block takes rows worth its share of all bytes.
+ * Reads: every weight once, the input once a block (L2). Bound: memory, then the start and end of a launch.
+ * linear_scalar_kernel: rows whose bytes are no multiple of 16 (plain floats of odd width); a warp a row, untuned.
+ * Twin: k3_host_linear. */
+#include "kernels/linear.h"
+
+#include "kernels/gemv.cuh"
+#include "kernels/wait.cuh"
+
+namespace {
+
+using namespace k3;
+
+enum { THREADS = 512, DEPTH = 6, TWO_BLOCKS_FROM = 10000000 /* bytes: measured */ };
+
+struct Item {
+  K3CudaMatrix matrix;
+  float *y;
+  int add;
+  int rows;
+  uint32_t cost; /* of a row, in 16 bytes */
+  Tiling tiling;
+};
+
+struct Arguments {
+  K3CudaInput input;
+  SharedPlan shared;
+  int count, exact;
+  const uint32_t *codebook;
+  uint64_t cost; /* of all rows */
+  Item items[K3_LINEAR_ITEMS];
+};
+
+/* The first row of `item` that block `block` owns; `before` is the cost of the items before it. */
+__device__ __forceinline__ int first_row(const Arguments &a, const Item &item, uint64_t before, unsigned block)
+{
+  uint64_t at = a.cost * block / gridDim.x;
+  if (at <= before) return 0;
+  uint64_t row = (at - before + item.cost - 1) / item.cost;
+  return row < (uint64_t)item.rows ? (int)row : item.rows;
+}
+
+template <class F, int D>
+__device__ __forceinline__ Gemv<F, D, PlainMap> plain_gemv(const Item &item, int begin, int end)
+{
+  return Gemv<F, D, PlainMap>(PlainMap{parts_of(item.matrix), item.tiling.pieces}, item.tiling, begin, end);
+}
+
+/* The item's rows of this block, loads already under way, and their sums out. */
+template <class G>
+__device__ __forceinline__ void finish(G &gemv, const SharedInput &in, const Item &item, float *segments, int begin, int end)
+{
+  gemv.run(in, segments);
+  __syncthreads();
+  for (int i = threadIdx.x; i < end - begin; i += blockDim.x) {
+    float sum = gemv.row_sum(segments, i);
+    if (item.add) sum += __ldcg(item.y + begin + i);
+    item.y[begin + i] = sum;
+  }
+  __syncthreads();
+}
+
+/* All matrices q8_0, integer activations: the trunk. The first item's loads start before the wait. */
+template <int D>
+__device__ __forceinline__ void linear_q8(const Arguments &a)
+{
+  extern __shared__ __align__(128) char memory[];
+  __shared__ float scratch[33];
+  SharedInput in = shared_input(memory, a.shared);
+  float *segments = (float *)(memory + a.shared.segments);
+  bool filled = false;
+  uint64_t before = 0;
+  for (int k = 0; k < a.count; k++) {
+    const Item &item = a.items[k];
+    int begin = first_row(a, item, before, blockIdx.x), end = first_row(a, item, before, blockIdx.x + 1);
+    before += (uint64_t)item.cost * (unsigned)item.rows;
+    if (begin >= end) continue;
+    auto gemv = plain_gemv<Q8Int, D>(item, begin, end);
+    gemv.preload();
+    if (!filled) {
+      k3_wait();
+      fill_input(a.input, in, scratch);
+      __syncthreads();
+      filled = true;
+    }
+    finish(gemv, in, item, segments, begin, end);
+  }
+  if (!filled) k3_wait();
+}
+
+/* Two blocks fit a multiprocessor, so that a successor's blocks can start under this one. */
+__global__ void __launch_bounds__(384, 2) linear_q8_deep_kernel(const __grid_constant__ Arguments a)
+{
+  linear_q8<8>(a);
+}
+
+__global__ void __launch_bounds__(THREADS, 2) linear_q8_middle_kernel(const __grid_constant__ Arguments a)
+{
+  linear_q8<6>(a);
+}
+
+__global__ void __launch_bounds__(THREADS, 2) linear_q8_kernel(const __grid_constant__ Arguments a)
+{
+  linear_q8<4>(a);
+}
+
+template <class F, int D>
+__device__ __forceinline__ void one_item(const Item &item, const SharedInput &in, float *segments, int begin, int end)
+{
+  auto gemv = plain_gemv<F, D>(item, begin, end);
+  gemv.preload();
+  finish(gemv, in, item, segments, begin, end);
+}
+
+/* Any mixture of formats. */
+template <int EXACT>
+__device__ __forceinline__ void linear_mixed(const Arguments &a)
+{
+  extern __shared__ __align__(128) char memory[];
+  __shared__ float scratch[33];
+  SharedInput in = shared_input(memory, a.shared);
+  float *segments = (float *)(memory + a.shared.segments);
+  fill_codebook(in, a.codebook);
+  k3_wait();
+  fill_input(a.input, in, scratch);
+  __syncthreads();
+  uint64_t before = 0;
+  for (int k = 0; k < a.count; k++) {
+    const Item &item = a.items[k];
+    int begin = first_row(a, item, before, blockIdx.x), end = first_row(a, item, before, blockIdx.x + 1);
+    before += (uint64_t)item.cost * (unsigned)item.rows;
+    if (begin >= end) continue;
+    switch (item.matrix.type) {
+    case K3_TYPE_F32: one_item<F32, EXACT ? 2 : 4>(item, in, segments, begin, end); break;
+    case K3_TYPE_BF16: one_item<Bf16, EXACT ? 2 : 4>(item, in, segments, begin, end); break;
+    case K3_TYPE_Q8_0:
+      if (EXACT) one_item<Q8Exact, 2>(item, in, segments, begin, end);
+      else one_item<Q8Int, 4>(item, in, segments, begin, end);
+      break;
+    case K3_TYPE_MXFP4:
+      if (EXACT) one_item<Mxfp4Exact, 2>(item, in, segments, begin, end);
+      else one_item<Mxfp4Int, 4>(item, in, segments, begin, end);
+      break;
+    default:
+      if (EXACT) one_item<Iq1Exact, 2>(item, in, segments, begin, end);
+      else one_item<Iq1Int, 2>(item, in, segments, begin, end);
+      break;
+    }
+  }
+}
+
+__global__ void __launch_bounds__(THREADS, 1) linear_mixed_kernel(const __grid_constant__ Arguments a)
+{
+  linear_mixed<0>(a);
+}
+
+__global__ void __launch_bounds__(THREADS, 1) linear_exact_kernel(const __grid_constant__ Arguments a)
+{
+  linear_mixed<1>(a);
+}
+
+/* Plain floats whose rows are no whole number of 16-byte cells. */
+__global__ void __launch_bounds__(THREADS) linear_scalar_kernel(const __grid_constant__ Arguments a)
+{
+  extern __shared__ __align__(128) char memory[];
+  __shared__ float scratch[33];
+  SharedInput in = shared_input(memory, a.shared);
+  k3_wait();
+  fill_input(a.input, in, scratch);
+  __syncthreads();
+  int lane = threadIdx.x & 31, warps = gridDim.x * (blockDim.x >> 5);
+  for (int k = 0; k < a.count; k++) {
+    const Item &item = a.items[k];
+    for (int row = blockIdx.x * (blockDim.x >> 5) + (threadIdx.x >> 5); row < item.rows; row += warps) {
+      float sum = 0;
+      for (int col = lane; col < a.input.n; col += 32)
+        sum = fmaf(element(item.matrix, row, col), ((const float *)in.values)[cell(col >> 2) * 4 + (col & 3)], sum);
+#pragma unroll
+      for (int o = 16; o; o >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, o);
+      if (lane == 0) item.y[row] = sum + (item.add ? __ldcg(item.y + row) : 0.0f);
+    }
+  }
+}
+
+int blocks_per_sm(const K3CudaLinear *linear)
+{
+  if (linear->blocks_per_sm) return linear->blocks_per_sm;
+  return k3_cuda_linear_bytes(linear) >= TWO_BLOCKS_FROM ? 2 : 1;
+}
+
+int piece_values(K3Type type)
+{
+  static const int values[K3_TYPE_COUNT] = {4, 8, 16, 32, 128};
+  return values[type];
+}
+
+} /* namespace */
+
+int64_t k3_cuda_linear_bytes(const K3CudaLinear *linear)
+{
+  int64_t bytes = 0;
+  for (int i = 0; i < linear->count; i++)
+    bytes += k3_cuda_matrix_read_bytes(&linear->items[i].matrix, linear->items[i].matrix.rows);
+  return bytes;
+}
+
+K3Status k3_cuda_linear(const K3CudaLaunch *launch, const K3CudaLinear *linear)
+{
+  Arguments a;
+  int all_q8 = !linear->exact, scalar = 0, codes = 0, floats = 0, segments = 1;
+  int depth = linear->depth ? linear->depth : DEPTH, most_threads = depth == 8 ? 384 : THREADS;
+  int threads = linear->threads ? linear->threads : most_threads;
+  unsigned grid = (unsigned)(launch->sm_count * blocks_per_sm(linear));
+  a.input = linear->input;
+  a.count = linear->count;
+  a.exact = linear->exact;
+  a.codebook = NULL;
+  a.cost = 0;
+  if (linear->count < 1 || linear->count > K3_LINEAR_ITEMS)
+    K3_FAIL(K3_ERR_INPUT, "linear: %d matrices in one launch; 1 to %d are possible", linear->count, K3_LINEAR_ITEMS);
+  if (threads % 32 || threads < 32 || threads > most_threads || (depth != 4 && depth != 6 && depth != 8))
+    K3_FAIL(K3_ERR_INPUT, "linear: %d threads a block, depth %d; a multiple of 32 up to %d and depth 4, 6 or 8 are wanted",
+            threads, depth, most_threads);
+  for (int i = 0; i < linear->count; i++) {
+    const K3CudaMatrix *m = &linear->items[i].matrix;
+    Item *item = &a.items[i];
+    if (m->cols != linear->input.n || m->rows < 1 || m->rows > INT32_MAX / 2)
+      K3_FAIL(K3_ERR_INPUT, "linear: matrix %d of layer %lld, phase %s is %lld x %lld and meets a vector of %lld", i,
+              (long long)launch->layer, launch->phase, (long long)m->rows, (long long)m->cols,
+              (long long)linear->input.n);
+    int values = piece_values(m->type);
+    if (m->cols % values) scalar = 1;
+    if (m->type != K3_TYPE_Q8_0) all_q8 = 0;
+    if (m->type == K3_TYPE_IQ1_S) a.codebook = m->codebook;
+    if (k3_format_is_quantised(m->type) && !linear->exact) codes = 1; else floats = 1;
+    item->matrix = *m;
+    item->y = linear->items[i].y;
+    item->add = linear->items[i].add;
+    item->rows = (int)m->rows;
+    item->tiling = tiling_of((int)((m->cols + values - 1) / values));
+    int64_t cost = k3_cuda_matrix_read_bytes(m, 1) / 16;
+    item->cost = (uint32_t)(cost > 0 ? cost : 1);
+    a.cost += (uint64_t)item->cost * (uint64_t)m->rows;
+  }
+  for (int i = 0; i < linear->count; i++) {
+    uint64_t share = (a.cost / grid + 1) / a.items[i].cost + 2;
+    int rows = share < (uint64_t)a.items[i].rows ? (int)share : a.items[i].rows;
+    int needed = segment_floats(rows, a.items[i].tiling.lanes, threads / 32);
+    if (needed > segments) segments = needed;
+  }
+  void *arguments[] = {&a};
+  if (scalar) { /* only plain floats may have such rows: their blocks would not fit otherwise */
+    a.shared = plan_shared(0, linear->input.n, 0, 1, 0, 1);
+    return k3_cuda_launch_kernel(launch, "linear_scalar_kernel", (const void *)linear_scalar_kernel, grid, (unsigned)threads,
+                                 1, (size_t)a.shared.bytes, arguments);
+  }
+  a.shared = plan_shared(0, linear->input.n, codes, floats, a.codebook != NULL, segments);
+  const void *function = (const void *)linear_mixed_kernel;
+  const char *name = "linear_mixed_kernel";
+  if (all_q8 && depth == 8) function = (const void *)linear_q8_deep_kernel, name = "linear_q8_deep_kernel";
+  else if (all_q8 && depth == 6) function = (const void *)linear_q8_middle_kernel, name = "linear_q8_middle_kernel";
+  else if (all_q8) function = (const void *)linear_q8_kernel, name = "linear_q8_kernel";
+  else if (linear->exact) function = (const void *)linear_exact_kernel, name = "linear_exact_kernel";
+  return k3_cuda_launch_kernel(launch, name, function, grid, (unsigned)threads, 1, (size_t)a.shared.bytes, arguments);
+}

@@ -1,0 +1,246 @@
+/* Partials to one partial a head, and partials to the attention output. Layer: backend (CUDA).
+ * Twins: k3_host_mla_merge, and W_v with the gate of the host's MLA layer.
+ *
+ * combine  Grid heads × ceil(C / 128); 256 threads: 8 parts at a time, 4 columns a thread.
+ *          Reads parts · heads · C · 4 bytes once (96 heads, 64 slices: 12.6 MB, from L2). Bound: L2.
+ * merge    Grid heads clusters of 8 blocks: a block merges C/8 columns over all parts, gives them to the cluster, then
+ *          multiplies v/8 rows of W_v. Reads the parts once, the v rows of kv_b once. Bound: latency.
+ * Nothing here is sized by the number of parts. */
+#include <cuda_runtime.h>
+#include <math.h>
+
+#include "kernels/attention.cuh"
+#include "kernels/mla.h"
+#include "kernels/wait.cuh"
+
+namespace {
+
+constexpr int BLOCK = 256, WARPS = BLOCK / 32;
+constexpr int CLUSTER = 8;
+
+/* Largest m of a head and Σ l · 2^(m - M), by each warp for itself. AT_ONCE · 32 parts go out before the first is used. */
+__device__ __forceinline__ void head_totals(const K3CudaPartials &in, int64_t head, float *M, float *L)
+{
+  constexpr int AT_ONCE = 4;
+  const float *m = in.m + head * in.head_stride, *l = in.l + head * in.head_stride;
+  float top = K3_CUDA_EMPTY_M, sum = 0.0f; /* of this lane's parts */
+  for (int64_t p0 = threadIdx.x % 32; p0 < in.parts; p0 += 32 * AT_ONCE) {
+    float ms[AT_ONCE], ls[AT_ONCE], high = top;
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; i++) {
+      const int64_t p = p0 + 32 * i;
+      ms[i] = p < in.parts ? __ldcg(m + p * in.part_stride) : K3_CUDA_EMPTY_M;
+      ls[i] = p < in.parts ? __ldcg(l + p * in.part_stride) : 0.0f;
+    }
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; i++) high = fmaxf(high, ms[i]);
+    sum *= exp2f(top - high);
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; i++) sum += ls[i] * exp2f(ms[i] - high);
+    top = high;
+  }
+  *M = warp_max(top);
+  *L = warp_sum(sum * exp2f(top - *M));
+}
+
+/* Σ over parts first, first + step, … of acc · 2^(m - M), four columns. AHEAD loads at a time; the first AHEAD need no M
+ * and are issued before it is known. */
+template <int AHEAD>
+__device__ __forceinline__ float4 merge_columns(const K3CudaPartials &in, int64_t head, int64_t offset, bool mine,
+                                                int64_t first, int64_t step, float *M, float *L)
+{
+  float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f), a[AHEAD];
+  float m[AHEAD];
+  const float *acc = in.acc + offset, *ms = in.m + head * in.head_stride;
+  const int64_t end = mine ? in.parts : 0;
+  for (int64_t p0 = first;; p0 += step * AHEAD) {
+#pragma unroll
+    for (int i = 0; i < AHEAD; i++) {
+      const int64_t p = p0 + i * step;
+      a[i] = p < end ? __ldcg((const float4 *)(acc + p * in.acc_stride)) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      m[i] = p < end ? __ldcg(ms + p * in.part_stride) : K3_CUDA_EMPTY_M;
+    }
+    if (p0 == first) head_totals(in, head, M, L);
+#pragma unroll
+    for (int i = 0; i < AHEAD; i++) {
+      const float w = exp2f(m[i] - *M);
+      sum.x += a[i].x * w, sum.y += a[i].y * w, sum.z += a[i].z * w, sum.w += a[i].w * w;
+    }
+    if (p0 + step * AHEAD >= in.parts) return sum;
+  }
+}
+
+constexpr int COMBINE_COLS = 128;
+
+__global__ void __launch_bounds__(BLOCK) mla_combine_kernel(const K3CudaMlaCombine a)
+{
+  __shared__ float4 partial[WARPS][32];
+  const int64_t tiles = (a.latent + COMBINE_COLS - 1) / COMBINE_COLS, head = blockIdx.x / tiles;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int64_t col = blockIdx.x % tiles * COMBINE_COLS + 4 * lane;
+  float M, L;
+  k3_wait();
+  float4 sum = merge_columns<8>(a.in, head, head * a.latent + col, col < a.latent, warp, WARPS, &M, &L);
+  partial[warp][lane] = sum;
+  __syncthreads();
+  if (warp != 0) return;
+#pragma unroll
+  for (int i = 1; i < WARPS; i++) {
+    const float4 other = partial[i][lane];
+    sum.x += other.x, sum.y += other.y, sum.z += other.z, sum.w += other.w;
+  }
+  if (col < a.latent) *(float4 *)(a.acc + head * a.latent + col) = sum;
+  if (blockIdx.x % tiles == 0 && lane == 0) a.m[head] = M, a.l[head] = L;
+}
+
+constexpr int MAX_LATENT = 1024, MAX_V = 256; /* static shared memory of the merge */
+constexpr int GROUPS = 16;                    /* 4-column groups of a pass of the merge; 16 parts at a time */
+
+/* W_v rows of one warp: row `row` and, 8 on, a second; columns 8 lane + 256 i. */
+template <K3Type TYPE>
+__device__ __forceinline__ void load_rows(const K3CudaMlaMerge &a, int64_t top, int64_t row, int64_t end, int64_t col0,
+                                          float w[2][2][8])
+{
+  StoredWeights<TYPE, 8> stored[2][2];
+#pragma unroll
+  for (int r = 0; r < 2; r++)
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const int64_t col = col0 + 8 * (threadIdx.x % 32) + 256 * i;
+      stored[r][i].load(a.kv_b, top + row + WARPS * r, col, row + WARPS * r < end && col < a.latent);
+    }
+#pragma unroll
+  for (int r = 0; r < 2; r++)
+#pragma unroll
+    for (int i = 0; i < 2; i++) stored[r][i].decode(w[r][i]);
+}
+
+__global__ void __launch_bounds__(BLOCK) mla_merge_kernel(const K3CudaMlaMerge a)
+{
+  __shared__ __align__(16) float merged[MAX_LATENT]; /* the head's Σ softmax · c */
+  __shared__ float4 partial[WARPS][GROUPS];
+  __shared__ float out_all[MAX_V];
+  __shared__ __align__(8) uint64_t exchanged[2];
+  const uint32_t inputs = shared_address(&exchanged[0]), outputs = shared_address(&exchanged[1]);
+  if (threadIdx.x == 0) {
+    barrier_init(inputs, 1), barrier_init(outputs, 1);
+    barrier_init_fence();
+    barrier_expect(inputs, 4 * (uint32_t)a.latent);
+    barrier_expect(outputs, 4 * (uint32_t)a.v_dim);
+  }
+  cluster_arrive();
+  const int rank = blockIdx.x % CLUSTER, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int64_t head = blockIdx.x / CLUSTER;
+  const int64_t col_tile = (a.latent / 4 + CLUSTER - 1) / CLUSTER * 4, row_tile = (a.v_dim + CLUSTER - 1) / CLUSTER;
+  const int64_t col_begin = rank * col_tile, col_end = min(a.latent, col_begin + col_tile);
+  const int64_t row_begin = rank * row_tile, row_end = min(a.v_dim, row_begin + row_tile);
+  const int64_t top = head * (a.nope + a.v_dim) + a.nope;
+
+  float w[2][2][8];
+  K3_BY_TYPE(a.kv_b, load_rows, a, top, row_begin + warp, row_end, 0, w);
+  k3_wait();
+
+  /* 1. this block's columns over all parts, divided by Σ l, to the whole cluster */
+  float M, L;
+  bool started = false;
+  for (int64_t base = col_begin; base < col_end; base += 4 * GROUPS) {
+    const int group = threadIdx.x % GROUPS;
+    const int64_t col = base + 4 * group;
+    float4 sum = merge_columns<8>(a.in, head, head * a.latent + col, col < col_end, threadIdx.x / GROUPS, BLOCK / GROUPS,
+                                  &M, &L);
+    sum.x += __shfl_xor_sync(~0u, sum.x, 16), sum.y += __shfl_xor_sync(~0u, sum.y, 16);
+    sum.z += __shfl_xor_sync(~0u, sum.z, 16), sum.w += __shfl_xor_sync(~0u, sum.w, 16);
+    if (lane < GROUPS) partial[warp][lane] = sum;
+    __syncthreads();
+    if (!started) cluster_wait(), started = true;
+    if (threadIdx.x < 4 * GROUPS && base + threadIdx.x < col_end) {
+      float total = 0.0f;
+#pragma unroll
+      for (int i = 0; i < WARPS; i++) total += ((const float *)partial[i])[threadIdx.x];
+      const float mean = total * (L == 0.0f ? 0.0f : 1.0f / L); /* no rows at all: 0; NaN stays NaN */
+#pragma unroll
+      for (int r = 0; r < CLUSTER; r++) send_to(merged + base + threadIdx.x, inputs, r, mean);
+    }
+    __syncthreads();
+  }
+  if (!started) cluster_wait();
+  barrier_wait(inputs, 0);
+
+  /* 2. rows of W_v, two a warp at a time; the gate; to the cluster for the int8 scale */
+  for (int64_t row = row_begin; row < row_end; row += 2 * WARPS) {
+    float sum[2] = {0.0f, 0.0f};
+    for (int64_t col0 = 0; col0 < a.latent; col0 += 512) {
+      if (row != row_begin || col0 != 0) K3_BY_TYPE(a.kv_b, load_rows, a, top, row + warp, row_end, col0, w);
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        const int64_t col = col0 + 8 * lane + 256 * i;
+        if (col >= a.latent) continue;
+        const float4 lo = *(const float4 *)(merged + col), hi = *(const float4 *)(merged + col + 4);
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+          sum[r] += w[r][i][0] * lo.x + w[r][i][1] * lo.y + w[r][i][2] * lo.z + w[r][i][3] * lo.w;
+          sum[r] += w[r][i][4] * hi.x + w[r][i][5] * hi.y + w[r][i][6] * hi.z + w[r][i][7] * hi.w;
+        }
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const int64_t at = row + warp + WARPS * r;
+      const float o = warp_sum(sum[r]);
+      if (at >= row_end) continue;
+      const float value = o * sigmoid(__ldcg(a.gate + head * a.v_dim + at));
+      if (lane < CLUSTER && a.out.codes) send_to(out_all + at, outputs, lane, value);
+      if (lane == 0) a.out.values[head * a.v_dim + at] = value;
+    }
+  }
+  if (!a.out.codes) return; /* what others send came before `inputs` completed */
+  barrier_wait(outputs, 0);
+
+  /* 3. int8, per 32 of the head's outputs */
+  for (int64_t at = row_begin + threadIdx.x; at < row_end; at += BLOCK) {
+    const int64_t group = at / 32 * 32;
+    float largest = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 32; i++) largest = fmaxf(largest, fabsf(out_all[group + i]));
+    const float scale = largest / 127.0f;
+    a.out.codes[head * a.v_dim + at] = quantised(out_all[at], scale);
+    if (at == group) a.out.scales[(head * a.v_dim + at) / 32] = scale;
+  }
+}
+
+K3Status check_partials(const char *name, const K3CudaPartials *in, int64_t heads, int64_t latent)
+{
+  if (heads < 1 || latent < 4 || latent % 4 != 0 || in->parts < 1 || in->acc_stride % 4 != 0)
+    K3_FAIL(K3_ERR_INPUT, "%s: %lld heads, C %lld, %lld parts, stride %lld; C and the stride are multiples of 4", name,
+            (long long)heads, (long long)latent, (long long)in->parts, (long long)in->acc_stride);
+  return K3_OK;
+}
+
+} // namespace
+
+K3Status k3_cuda_mla_combine(const K3CudaLaunch *launch, const K3CudaMlaCombine *a)
+{
+  K3_TRY(check_partials("mla_combine", &a->in, a->heads, a->latent));
+  const int64_t tiles = (a->latent + COMBINE_COLS - 1) / COMBINE_COLS;
+  void *parameters[] = {const_cast<K3CudaMlaCombine *>(a)};
+  return k3_cuda_launch_kernel(launch, "mla_combine_kernel", (const void *)mla_combine_kernel,
+                               (unsigned)(a->heads * tiles), BLOCK, 1, 0, parameters);
+}
+
+K3Status k3_cuda_mla_merge(const K3CudaLaunch *launch, const K3CudaMlaMerge *a)
+{
+  K3_TRY(check_partials("mla_merge", &a->in, a->heads, a->latent));
+  if (a->latent % 8 != 0 || a->latent > MAX_LATENT || a->v_dim < 1 || a->v_dim > MAX_V)
+    K3_FAIL(K3_ERR_INPUT, "mla_merge: C %lld (a multiple of 8, at most %d), v_head_dim %lld (at most %d)",
+            (long long)a->latent, MAX_LATENT, (long long)a->v_dim, MAX_V);
+  if (a->kv_b.type != K3_TYPE_F32 && a->kv_b.type != K3_TYPE_BF16 && a->kv_b.type != K3_TYPE_Q8_0)
+    K3_FAIL(K3_ERR_INPUT, "mla_merge: kv_b_proj is %s; f32, bf16 and q8_0 are served", k3_format(a->kv_b.type)->name);
+  if (a->kv_b.cols != a->latent || a->kv_b.rows < a->heads * (a->nope + a->v_dim))
+    K3_FAIL(K3_ERR_INPUT, "mla_merge: kv_b_proj is [%lld, %lld], wanted [%lld, %lld]", (long long)a->kv_b.rows,
+            (long long)a->kv_b.cols, (long long)(a->heads * (a->nope + a->v_dim)), (long long)a->latent);
+  if (a->out.codes && a->v_dim % 32 != 0)
+    K3_FAIL(K3_ERR_INPUT, "mla_merge: int8 output needs v_head_dim a multiple of 32, got %lld", (long long)a->v_dim);
+  void *parameters[] = {const_cast<K3CudaMlaMerge *>(a)};
+  return k3_cuda_launch_kernel(launch, "mla_merge_kernel", (const void *)mla_merge_kernel, (unsigned)(a->heads * CLUSTER),
+                               BLOCK, CLUSTER, 0, parameters);
+}

@@ -1,0 +1,233 @@
+/* Filling matrices: from stored blocks, or from the synthetic recipe. See weights.h. Layer: backend (CUDA).
+ *
+ * Grid: a thread a block of the format (a value for plain floats), grid-stride. Bytes: read and written once. Bound: the
+ * source of the data (HDF5, PCIe); the synthetic fill by 64-bit multiplications.
+ * Twins: k3_synth_fill, k3_host_dequantise. Single precision here may not be contracted: products and sums that reach
+ * a stored value are written with __fmul_rn and __fadd_rn, so that host and device make the same bytes. */
+#include "kernels/weights.h"
+
+#include "kernels/wait.cuh"
+
+namespace {
+
+enum { THREADS = 256 };
+
+/* One block as stored, in registers, to its place; `at` = row * blocks of a row + block. */
+__device__ __forceinline__ void put_q8_0(const K3CudaMatrix &m, int64_t at, const uint8_t *b)
+{
+  ((uint16_t *)m.scale)[at] = (uint16_t)(b[0] | b[1] << 8);
+  uint32_t w[8];
+#pragma unroll
+  for (int i = 0; i < 8; i++)
+    w[i] = b[2 + 4 * i] | b[3 + 4 * i] << 8 | b[4 + 4 * i] << 16 | (uint32_t)b[5 + 4 * i] << 24;
+  uint4 *to = (uint4 *)m.codes + at * 2;
+  to[0] = make_uint4(w[0], w[1], w[2], w[3]);
+  to[1] = make_uint4(w[4], w[5], w[6], w[7]);
+}
+
+__device__ __forceinline__ void put_mxfp4(const K3CudaMatrix &m, int64_t at, const uint8_t *b)
+{
+  ((uint8_t *)m.scale)[at] = b[0];
+  uint32_t w[4];
+#pragma unroll
+  for (int i = 0; i < 4; i++)
+    w[i] = b[1 + 4 * i] | b[2 + 4 * i] << 8 | b[3 + 4 * i] << 16 | (uint32_t)b[4 + 4 * i] << 24;
+  ((uint4 *)m.codes)[at] = make_uint4(w[0], w[1], w[2], w[3]);
+}
+
+__device__ __forceinline__ void put_iq1_s(const K3CudaMatrix &m, int64_t at, const uint8_t *b)
+{
+  ((uint16_t *)m.scale)[at] = (uint16_t)(b[0] | b[1] << 8);
+  uint32_t w[12];
+#pragma unroll
+  for (int i = 0; i < 12; i++)
+    w[i] = b[2 + 4 * i] | b[3 + 4 * i] << 8 | b[4 + 4 * i] << 16 | (uint32_t)b[5 + 4 * i] << 24;
+  uint4 *codes = (uint4 *)m.codes + at * 2;
+  codes[0] = make_uint4(w[0], w[1], w[2], w[3]);
+  codes[1] = make_uint4(w[4], w[5], w[6], w[7]);
+  ((uint4 *)m.high)[at] = make_uint4(w[8], w[9], w[10], w[11]);
+}
+
+template <int TYPE>
+__device__ __forceinline__ void put(const K3CudaMatrix &m, int64_t at, const uint8_t *block)
+{
+  if (TYPE == K3_TYPE_Q8_0) put_q8_0(m, at, block);
+  else if (TYPE == K3_TYPE_MXFP4) put_mxfp4(m, at, block);
+  else put_iq1_s(m, at, block);
+}
+
+template <int TYPE, int BYTES>
+__global__ void __launch_bounds__(THREADS) repack_kernel(K3CudaMatrix m, int64_t first, int64_t count, const uint8_t *stored)
+{
+  k3_wait();
+  for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < count; i += gridDim.x * (int64_t)blockDim.x) {
+    uint8_t block[BYTES];
+#pragma unroll
+    for (int k = 0; k < BYTES; k++) block[k] = stored[i * BYTES + k];
+    put<TYPE>(m, first + i, block);
+  }
+}
+
+/* Plain floats: 2 or 4 bytes a value. */
+template <class Value>
+__global__ void __launch_bounds__(THREADS) copy_kernel(K3CudaMatrix m, int64_t first, int64_t count, const Value *stored)
+{
+  k3_wait();
+  Value *to = (Value *)m.codes + first;
+  for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < count; i += gridDim.x * (int64_t)blockDim.x)
+    to[i] = stored[i];
+}
+
+/* k3_synth_float without a fused multiply-add. */
+__device__ __forceinline__ float synth_float(K3SynthRule rule, uint64_t index)
+{
+  float unit = __fmul_rn(1.7320508f, k3_synth_uniform(k3_synth_bits(rule.key, index)));
+  return __fadd_rn(rule.mean, __fmul_rn(rule.deviation, unit));
+}
+
+template <int TYPE, int VALUES, int BYTES>
+__global__ void __launch_bounds__(THREADS) synth_kernel(const __grid_constant__ K3CudaSynth s)
+{
+  k3_wait();
+  int64_t row_blocks = s.matrix.cols / VALUES, full_blocks = s.full_cols / VALUES, first_block = s.first_col / VALUES;
+  int64_t count = s.rows * row_blocks;
+  for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < count; i += gridDim.x * (int64_t)blockDim.x) {
+    int64_t row = i / row_blocks, column = i - row * row_blocks, slab = row / s.slab_rows;
+    int64_t whole_row = s.first_row + slab * s.slab_stride + (row - slab * s.slab_rows);
+    uint64_t index = (uint64_t)(whole_row * full_blocks + first_block + column);
+    int64_t at = s.row * row_blocks + i;
+    if (TYPE == K3_TYPE_F32) {
+      ((float *)s.matrix.codes)[at] = synth_float(s.rule, index);
+    } else if (TYPE == K3_TYPE_BF16) {
+      ((uint16_t *)s.matrix.codes)[at] = k3_bf16_from_float(synth_float(s.rule, index));
+    } else {
+      uint8_t block[BYTES];
+      if (TYPE == K3_TYPE_Q8_0) k3_synth_q8_0(s.rule, index, block);
+      else if (TYPE == K3_TYPE_MXFP4) k3_synth_mxfp4(s.rule, index, block);
+      else k3_synth_iq1_s(s.rule, index, block);
+      put<TYPE>(s.matrix, at, block);
+    }
+  }
+}
+
+__global__ void __launch_bounds__(THREADS) codebook_kernel(const int8_t *grid, uint32_t *packed)
+{
+  k3_wait();
+  int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i >= K3_CODEBOOK_ENTRIES) return;
+  uint32_t entry = 0;
+#pragma unroll
+  for (int j = 0; j < 4; j++) {
+    entry |= (uint32_t)((grid[i * 8 + j] + 1) & 15) << (8 * j);
+    entry |= (uint32_t)((grid[i * 8 + 4 + j] + 1) & 15) << (8 * j + 4);
+  }
+  packed[i] = entry;
+}
+
+int64_t up256(int64_t bytes) { return (bytes + 255) / 256 * 256; }
+
+/* Bytes of the parts of a matrix. */
+struct PartBytes {
+  int64_t codes, high, scale;
+};
+
+PartBytes part_bytes(K3Type type, int64_t rows, int64_t cols)
+{
+  int64_t values = rows * cols;
+  switch (type) {
+  case K3_TYPE_F32: return PartBytes{values * 4, 0, 0};
+  case K3_TYPE_BF16: return PartBytes{values * 2, 0, 0};
+  case K3_TYPE_Q8_0: return PartBytes{values, 0, values / 32 * 2};
+  case K3_TYPE_MXFP4: return PartBytes{values / 2, 0, values / 32};
+  default: return PartBytes{values / 256 * 32, values / 256 * 16, values / 256 * 2};
+  }
+}
+
+unsigned grid_of(const K3CudaLaunch *launch, int64_t count)
+{
+  int64_t blocks = (count + THREADS - 1) / THREADS, most = (int64_t)launch->sm_count * 16;
+  return (unsigned)(blocks < 1 ? 1 : blocks < most ? blocks : most);
+}
+
+} /* namespace */
+
+int64_t k3_cuda_matrix_bytes(K3Type type, int64_t rows, int64_t cols)
+{
+  PartBytes p = part_bytes(type, rows, cols);
+  return up256(p.codes) + up256(p.high) + up256(p.scale);
+}
+
+int64_t k3_cuda_matrix_read_bytes(const K3CudaMatrix *matrix, int64_t rows)
+{
+  PartBytes p = part_bytes(matrix->type, rows, matrix->cols);
+  return p.codes + p.high + p.scale;
+}
+
+K3Status k3_cuda_matrix_place(K3Type type, int64_t rows, int64_t cols, void *memory, const uint32_t *codebook,
+                              K3CudaMatrix *matrix)
+{
+  if (rows < 1 || cols < 1 || cols % k3_format(type)->block_values)
+    K3_FAIL(K3_ERR_INPUT, "a %s matrix of %lld x %lld on the device: rows must be whole blocks of %lld values",
+            k3_format(type)->name, (long long)rows, (long long)cols, (long long)k3_format(type)->block_values);
+  if ((uintptr_t)memory % 256)
+    K3_FAIL(K3_ERR_INPUT, "device memory %p for a matrix is not aligned to 256 bytes", memory);
+  PartBytes p = part_bytes(type, rows, cols);
+  matrix->type = type;
+  matrix->rows = rows;
+  matrix->cols = cols;
+  matrix->codes = memory;
+  matrix->high = p.high ? (char *)memory + up256(p.codes) : NULL;
+  matrix->scale = p.scale ? (char *)memory + up256(p.codes) + up256(p.high) : NULL;
+  matrix->codebook = codebook;
+  return K3_OK;
+}
+
+K3Status k3_cuda_repack(const K3CudaLaunch *launch, const K3CudaRepack *repack)
+{
+  K3CudaMatrix m = repack->matrix;
+  if (repack->row < 0 || repack->rows < 1 || repack->row + repack->rows > m.rows)
+    K3_FAIL(K3_ERR_INPUT, "repack: rows %lld to %lld of a matrix of %lld", (long long)repack->row,
+            (long long)(repack->row + repack->rows), (long long)m.rows);
+  int64_t blocks = m.cols / k3_format(m.type)->block_values, first = repack->row * blocks, count = repack->rows * blocks;
+  const void *stored = repack->d_stored;
+  void *arguments[] = {&m, &first, &count, &stored};
+  const void *function = NULL;
+  const char *name = "repack_kernel";
+  switch (m.type) {
+  case K3_TYPE_F32: function = (const void *)copy_kernel<uint32_t>; name = "copy_kernel"; break;
+  case K3_TYPE_BF16: function = (const void *)copy_kernel<uint16_t>; name = "copy_kernel"; break;
+  case K3_TYPE_Q8_0: function = (const void *)repack_kernel<K3_TYPE_Q8_0, 34>; break;
+  case K3_TYPE_MXFP4: function = (const void *)repack_kernel<K3_TYPE_MXFP4, 17>; break;
+  default: function = (const void *)repack_kernel<K3_TYPE_IQ1_S, 50>; break;
+  }
+  return k3_cuda_launch_kernel(launch, name, function, grid_of(launch, count), THREADS, 1, 0, arguments);
+}
+
+K3Status k3_cuda_synth(const K3CudaLaunch *launch, const K3CudaSynth *synth)
+{
+  K3CudaSynth s = *synth;
+  int64_t values = k3_format(s.matrix.type)->block_values;
+  if (s.row < 0 || s.rows < 1 || s.row + s.rows > s.matrix.rows || s.slab_rows < 1 || s.first_col % values ||
+      s.full_cols % values || s.first_col + s.matrix.cols > s.full_cols)
+    K3_FAIL(K3_ERR_INPUT, "synth: band of %lld rows at %lld, columns %lld + %lld of %lld, in a matrix of %lld rows",
+            (long long)s.rows, (long long)s.row, (long long)s.first_col, (long long)s.matrix.cols,
+            (long long)s.full_cols, (long long)s.matrix.rows);
+  void *arguments[] = {&s};
+  const void *function = NULL;
+  switch (s.matrix.type) {
+  case K3_TYPE_F32: function = (const void *)synth_kernel<K3_TYPE_F32, 1, 4>; break;
+  case K3_TYPE_BF16: function = (const void *)synth_kernel<K3_TYPE_BF16, 1, 2>; break;
+  case K3_TYPE_Q8_0: function = (const void *)synth_kernel<K3_TYPE_Q8_0, 32, 34>; break;
+  case K3_TYPE_MXFP4: function = (const void *)synth_kernel<K3_TYPE_MXFP4, 32, 17>; break;
+  default: function = (const void *)synth_kernel<K3_TYPE_IQ1_S, 256, 50>; break;
+  }
+  return k3_cuda_launch_kernel(launch, "synth_kernel", function, grid_of(launch, s.rows * s.matrix.cols / values), THREADS,
+                               1, 0, arguments);
+}
+
+K3Status k3_cuda_codebook_pack(const K3CudaLaunch *launch, const int8_t *d_grid, uint32_t *d_packed)
+{
+  void *arguments[] = {&d_grid, &d_packed};
+  return k3_cuda_launch_kernel(launch, "codebook_kernel", (const void *)codebook_kernel,
+                               K3_CODEBOOK_ENTRIES / THREADS, THREADS, 1, 0, arguments);
+}

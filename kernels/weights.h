@@ -1,0 +1,81 @@
+/* Matrices and vectors on the device, and filling them. Layer: backend (CUDA).
+ *
+ * A matrix keeps as many bytes as are stored, in parts, so that 16-byte loads are aligned:
+ *   f32, bf16  values [rows][cols], row-major
+ *   q8_0       codes int8 [rows][cols];            scale float16 [rows][cols/32]
+ *   mxfp4      codes 16 bytes a block of 32;       scale E8M0 byte [rows][cols/32]
+ *   iq1_s      codes qs, 32 bytes a block of 256;  high qh, 16 bytes a block;   scale float16 d [rows][cols/256]
+ * Each part starts at a multiple of 256 bytes in one allocation. Rows of several tensors that share an input stand best
+ * in ONE matrix (q, k, v, g, f_a, b of a KDA layer; router, routed_down, shared gate, shared up): reserve all
+ * rows, then fill at different row offsets.
+ * Offsets are 64-bit: 448 experts of 768 x 3584 pass 2^31 bytes. */
+#ifndef K3_KERNELS_WEIGHTS_H
+#define K3_KERNELS_WEIGHTS_H
+
+#include "kernels/launch.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+#include "plan/formats.h"
+#include "plan/synth_values.h"
+
+typedef struct {
+  K3Type type;
+  int64_t rows, cols;
+  const void *codes;          /* values of the plain floats too */
+  const void *high;           /* iq1_s */
+  const void *scale;          /* q8_0, mxfp4, iq1_s */
+  const uint32_t *codebook;   /* iq1_s: packed, [2048], see k3_cuda_codebook_pack */
+} K3CudaMatrix;
+
+enum { K3_CODEBOOK_ENTRIES = 2048 };
+
+/* A vector as the kernels pass it on. `values` f32 [n]; when quantised also `codes` int8 [n] and `scales` f32 [n/32]:
+ * scale = max|x| / 127 over 32 values, code = rint(x / scale). */
+typedef struct {
+  float *values;
+  int8_t *codes;
+  float *scales;
+} K3CudaVector;
+
+/* Bytes of device memory for a matrix, and its parts within `memory` (256-byte aligned).
+ * Errors of place: K3_ERR_INPUT when a row is no whole number of blocks. */
+int64_t k3_cuda_matrix_bytes(K3Type type, int64_t rows, int64_t cols);
+K3Status k3_cuda_matrix_place(K3Type type, int64_t rows, int64_t cols, void *memory, const uint32_t *codebook,
+                              K3CudaMatrix *matrix);
+
+/* Bytes that a pass over `rows` rows of the matrix reads. */
+int64_t k3_cuda_matrix_read_bytes(const K3CudaMatrix *matrix, int64_t rows);
+
+/* Blocks as stored, packed row-major in d_stored (device staging, 16-byte aligned), to rows [row, row + rows).
+ * Errors: K3_ERR_INPUT (rows), K3_ERR_DEVICE. */
+typedef struct {
+  K3CudaMatrix matrix;
+  int64_t row, rows;
+  const void *d_stored;
+} K3CudaRepack;
+K3Status k3_cuda_repack(const K3CudaLaunch *launch, const K3CudaRepack *repack);
+
+/* Makes a band of a synthetic tensor in place, equal byte for byte to k3_synth_fill of the whole and a cut.
+ * Row r of the band (r = 0 … rows-1) goes to matrix row `row + r` and is the whole tensor's row
+ *     first_row + (r / slab_rows) * slab_stride + r % slab_rows
+ * (experts: slab_rows = the intermediate band, slab_stride = rows of an expert; plain: slab_rows = rows).
+ * Columns first_col … first_col + matrix.cols of full_cols, both whole blocks. */
+typedef struct {
+  K3CudaMatrix matrix;
+  K3SynthRule rule;
+  int64_t row, rows;
+  int64_t first_row, slab_rows, slab_stride;
+  int64_t first_col, full_cols;
+} K3CudaSynth;
+K3Status k3_cuda_synth(const K3CudaLaunch *launch, const K3CudaSynth *synth);
+
+/* iq1_s codebook: d_grid int8 [2048][8] of {-1, 0, 1} to d_packed uint32 [2048]: value j < 4 plus one in bits 8j … 8j+3,
+ * value 4 + j plus one in bits 8j+4 … 8j+7. */
+K3Status k3_cuda_codebook_pack(const K3CudaLaunch *launch, const int8_t *d_grid, uint32_t *d_packed);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,437 @@
+/* kernel_check: every kernel against float64, with a negative control each, and its time. Built only with CUDA.
+ *
+ *     kernel_check [--seed N] [--no-time] [--pdl 0|1] [--only NAME]  [--tune]
+ *
+ * Rows named "int8" compare with float64 on the unquantised activation (the format's own error); rows named "codes" or
+ * "exact" compare with float64 on the very values that the kernel was given, at float32 level, and bear the control:
+ * one perturbed weight or input, which must exceed the bound. Outputs are NaN before each run.
+ * Exit status: 0 all rows right, 1 otherwise. */
+#include <time.h>
+
+#include "kernels/head.h"
+#include "kernels/norm.h"
+#include "kernels/router.h"
+#include "tests/kernel_device.h"
+
+__attribute__((weak)) void k3_check_attention(K3Table *table) { (void)table; }
+
+int8_t ref_grid[K3_CODEBOOK_ENTRIES][8];
+uint32_t *d_codebook;
+cudaStream_t check_stream; /* blocking: in order with the plain copies */
+
+/* A matrix on the device, by way of repack. */
+K3CudaMatrix device_matrix(const RefMatrix *m)
+{
+  K3CudaMatrix matrix;
+  K3CudaLaunch launch;
+  K3_CHECK_STATUS(k3_cuda_launch_init(check_stream, 0, &launch));
+  void *memory = k3_table_poisoned(k3_cuda_matrix_bytes(m->type, m->rows, m->cols));
+  K3_CHECK_STATUS(k3_cuda_matrix_place(m->type, m->rows, m->cols, memory, d_codebook, &matrix));
+  void *staged = k3_table_upload(m->stored, m->rows * m->row_bytes);
+  K3CudaRepack repack = {matrix, 0, m->rows, staged};
+  K3_CHECK_STATUS(k3_cuda_repack(&launch, &repack));
+  K3_CHECK_CUDA(cudaDeviceSynchronize());
+  K3_CHECK_CUDA(cudaFree(staged));
+  return matrix;
+}
+
+/* A matrix on the device, made there. */
+K3CudaMatrix synth_matrix(K3Type type, int64_t rows, int64_t cols, K3SynthRule rule)
+{
+  K3CudaMatrix matrix;
+  K3CudaLaunch launch;
+  K3_CHECK_STATUS(k3_cuda_launch_init(check_stream, 0, &launch));
+  void *memory = k3_table_poisoned(k3_cuda_matrix_bytes(type, rows, cols));
+  K3_CHECK_STATUS(k3_cuda_matrix_place(type, rows, cols, memory, d_codebook, &matrix));
+  K3CudaSynth synth = {matrix, rule, 0, rows, 0, rows, 0, 0, cols};
+  K3_CHECK_STATUS(k3_cuda_synth(&launch, &synth));
+  K3_CHECK_CUDA(cudaDeviceSynchronize());
+  return matrix;
+}
+
+K3SynthRule fresh_rule(K3Table *table, int64_t cols)
+{
+  K3SynthRule rule = {k3_table_bits(table), 0.0f, (float)(1.0 / sqrt((double)cols))};
+  return rule;
+}
+
+void free_matrix(const K3CudaMatrix *m) { K3_CHECK_CUDA(cudaFree((void *)m->codes)); }
+
+void flip(const void *device, uint8_t mask)
+{
+  uint8_t byte;
+  K3_CHECK_CUDA(cudaMemcpy(&byte, device, 1, cudaMemcpyDeviceToHost));
+  byte ^= mask;
+  K3_CHECK_CUDA(cudaMemcpy((void *)device, &byte, 1, cudaMemcpyHostToDevice));
+}
+
+K3CudaLaunch plain_launch(K3Table *table, K3CudaUse *use)
+{
+  K3CudaLaunch launch;
+  K3_CHECK_STATUS(k3_cuda_launch_init(check_stream, table->pdl, &launch));
+  launch.phase = "check";
+  launch.use = use;
+  return launch;
+}
+
+/* Float64 routing, ids by s + bias with ties to the lower index. */
+void ref_route(const float *logits, const float *bias, int experts, int chosen, int32_t *ids, double *weights)
+{
+  double *score = (double *)malloc((size_t)experts * 8), sum = 0;
+  char *taken = (char *)calloc((size_t)experts, 1);
+  for (int e = 0; e < experts; e++) score[e] = 1 / (1 + exp(-(double)logits[e]));
+  for (int k = 0; k < chosen; k++) {
+    int best = -1;
+    for (int e = 0; e < experts; e++)
+      if (!taken[e] && (best < 0 || (float)((float)score[e] + bias[e]) > (float)((float)score[best] + bias[best]))) best = e;
+    taken[best] = 1;
+    ids[k] = best;
+    sum += score[best];
+  }
+  for (int k = 0; k < chosen; k++) weights[k] = score[ids[k]] / (sum + 1e-20) * 2.5;
+  free(score), free(taken);
+}
+
+/* ---------------------------------------------------------------- filling */
+
+/* repack of host blocks and the device's own synthesis give the same bytes, for a band of a larger tensor too. */
+static void check_fill(K3Table *table)
+{
+  for (int t = 0; t < K3_TYPE_COUNT; t++) {
+    K3Type type = (K3Type)t;
+    int64_t values = k3_format(type)->block_values, unit = values > 1 ? values : 16;
+    int64_t full_cols = 5 * unit, cols = 3 * unit, first_col = unit, rows = 14, bytes;
+    RefMatrix whole = ref_matrix(table, type, 100, full_cols), band = whole;
+    whole.rule.mean = 0.25f;
+    ref_fill(type, whole.rule, 0, 100 * full_cols / values, whole.stored);
+    band.rows = rows;
+    band.cols = cols;
+    band.row_bytes = k3_format_bytes(type, cols);
+    band.stored = (uint8_t *)malloc((size_t)(rows * band.row_bytes));
+    for (int64_t r = 0; r < rows; r++) /* slabs of 7 rows, 20 apart, from row 3 */
+      memcpy(band.stored + r * band.row_bytes,
+             whole.stored + (3 + r / 7 * 20 + r % 7) * whole.row_bytes + k3_format_bytes(type, first_col),
+             (size_t)band.row_bytes);
+    K3CudaMatrix repacked = device_matrix(&band), made;
+    bytes = k3_cuda_matrix_bytes(type, rows, cols);
+    void *memory = k3_table_poisoned(bytes);
+    K3_CHECK_STATUS(k3_cuda_matrix_place(type, rows, cols, memory, d_codebook, &made));
+    K3CudaUse use;
+    K3CudaLaunch launch = plain_launch(table, &use);
+    K3CudaSynth synth = {made, whole.rule, 0, rows, 3, 7, 20, first_col, full_cols};
+    K3_CHECK_STATUS(k3_cuda_synth(&launch, &synth));
+    uint8_t *a = (uint8_t *)k3_table_download(repacked.codes, bytes), *b = (uint8_t *)k3_table_download(memory, bytes);
+    int64_t wrong = 0, control = 0;
+    for (int64_t i = 0; i < bytes; i++) wrong += a[i] != b[i];
+    synth.rule.key ^= 1;
+    K3_CHECK_STATUS(k3_cuda_synth(&launch, &synth));
+    free(b);
+    b = (uint8_t *)k3_table_download(memory, bytes);
+    for (int64_t i = 0; i < bytes; i++) control += a[i] != b[i];
+    char shape[64];
+    snprintf(shape, sizeof shape, "%s band 14x%d, wrong bytes", k3_format(type)->name, (int)cols);
+    k3_table_row(table, shape, (double)wrong, 0, (double)control, &use, 0, 0);
+    free(a), free(b), free(whole.stored), free(band.stored);
+    K3_CHECK_CUDA(cudaFree(memory));
+    free_matrix(&repacked);
+  }
+}
+
+/* ---------------------------------------------------------------- router */
+
+typedef struct {
+  K3CudaRouter router;
+} RouterWork;
+static K3Status work_router(void *context, const K3CudaLaunch *launch, int set)
+{
+  (void)set;
+  return k3_cuda_router(launch, &((RouterWork *)context)->router);
+}
+
+static void check_router(K3Table *table, int experts, int chosen, int levels, int64_t latent)
+{
+  float *logits = k3_table_floats(table, experts, 1.5), *bias = k3_table_floats(table, experts, 0.1);
+  float *y = k3_table_floats(table, latent + 32, 1.0);
+  if (levels) /* many exact ties */
+    for (int e = 0; e < experts; e++) logits[e] = rintf(logits[e] * levels / 4) / levels, bias[e] = 0;
+  int32_t ids[K3_ROUTER_CHOSEN];
+  double weights[K3_ROUTER_CHOSEN];
+  ref_route(logits, bias, experts, chosen, ids, weights);
+  int8_t *codes = (int8_t *)malloc((size_t)latent + 1);
+  float *scales = (float *)malloc((size_t)latent + 4);
+  double *meant = (double *)malloc((size_t)latent * 8 + 8);
+  ref_quantise(y, latent, codes, scales, meant);
+  RouterWork work;
+  K3CudaRouter *r = &work.router;
+  memset(r, 0, sizeof *r);
+  r->routing.experts = experts;
+  r->routing.chosen = chosen;
+  r->routing.logits = (float *)k3_table_upload(logits, experts * 4);
+  r->routing.bias = (float *)k3_table_upload(bias, experts * 4);
+  r->routing.scaling = 2.5f;
+  r->routing.renormalize = 1;
+  r->ids = (int32_t *)k3_table_poisoned(K3_ROUTER_CHOSEN * 4);
+  r->weights = (float *)k3_table_poisoned(K3_ROUTER_CHOSEN * 4);
+  r->latent.n = latent;
+  r->latent.vector.values = (float *)k3_table_upload(y, latent * 4 + 4);
+  r->quantised.codes = (int8_t *)k3_table_poisoned(latent + 4);
+  r->quantised.scales = (float *)k3_table_poisoned(latent / 8 + 4);
+  K3CudaUse use;
+  K3CudaLaunch launch = plain_launch(table, &use);
+  double error[2] = {0, 0};
+  for (int pass = 0; pass < 2; pass++) { /* the second pass: the control, one logit raised */
+    if (pass) {
+      float top = 30.0f;
+      int32_t last = ids[chosen - 1];
+      K3_CHECK_CUDA(cudaMemcpy((void *)(r->routing.logits + last), &top, 4, cudaMemcpyHostToDevice));
+    }
+    K3_CHECK_STATUS(k3_cuda_router(&launch, r));
+    int32_t *got_ids = (int32_t *)k3_table_download(r->ids, chosen * 4);
+    float *got = (float *)k3_table_download(r->weights, chosen * 4);
+    int8_t *got_codes = (int8_t *)k3_table_download(r->quantised.codes, latent + 4);
+    float *got_scales = (float *)k3_table_download(r->quantised.scales, latent / 8 + 4);
+    error[pass] = k3_table_error(got, weights, chosen);
+    for (int k = 0; k < chosen; k++)
+      if (got_ids[k] != ids[k]) error[pass] = INFINITY;
+    if (memcmp(got_codes, codes, (size_t)latent) || memcmp(got_scales, scales, (size_t)latent / 8)) error[pass] = INFINITY;
+    free(got_ids), free(got), free(got_codes), free(got_scales);
+  }
+  double us = table->time ? k3_table_microseconds(table, work_router, &work, 1, 20) : 0;
+  char shape[64];
+  snprintf(shape, sizeof shape, "%d of %d%s, latent %lld", chosen, experts, levels ? " tied" : "", (long long)latent);
+  k3_table_row(table, shape, error[0], FLOAT_ALLOWED, error[1], &use, us, experts * 8.0 + (double)latent * 5);
+  free(logits), free(bias), free(y), free(codes), free(scales), free(meant);
+}
+
+/* ---------------------------------------------------------------- norm */
+
+static K3Status work_norm(void *context, const K3CudaLaunch *launch, int set)
+{
+  (void)set;
+  return k3_cuda_norm(launch, (K3CudaNorm *)context);
+}
+
+static void check_norm(K3Table *table, int64_t n, int banked, int branch, int replace, int append)
+{
+  float *bank = k3_table_floats(table, (banked + 1) * n, 1.0), *p = k3_table_floats(table, n, 2.0), *b = k3_table_floats(table, n, 1.0);
+  float *w = k3_table_floats(table, n, 1.0), *u = k3_table_floats(table, n, 0.7 / sqrt((double)n)), *norm = k3_table_floats(table, n, 1.0);
+  double *after = (double *)malloc((size_t)n * 8), *h = (double *)calloc((size_t)n, 8), *x = (double *)malloc((size_t)n * 8);
+  double score[K3_NORM_BANK + 1], most = -INFINITY, total = 0, square = 0;
+  for (int64_t i = 0; i < n; i++) after[i] = branch ? (replace ? (double)b[i] : (double)p[i] + b[i]) : p[i];
+  for (int j = 0; j <= banked; j++) {
+    double dot = 0, q = 0;
+    for (int64_t i = 0; i < n; i++) {
+      double v = j < banked ? (double)bank[j * n + i] : after[i];
+      dot += (double)u[i] * w[i] * v;
+      q += v * v;
+    }
+    score[j] = dot / sqrt(q / (double)n + 1e-5);
+    most = fmax(most, score[j]);
+  }
+  for (int j = 0; j <= banked; j++) total += exp(score[j] - most);
+  for (int j = 0; j <= banked; j++)
+    for (int64_t i = 0; i < n; i++)
+      h[i] += exp(score[j] - most) / total * (j < banked ? (double)bank[j * n + i] : after[i]);
+  for (int64_t i = 0; i < n; i++) square += h[i] * h[i];
+  for (int64_t i = 0; i < n; i++) x[i] = norm[i] * h[i] / sqrt(square / (double)n + 1e-6);
+  K3CudaNorm a;
+  memset(&a, 0, sizeof a);
+  float *d_w = (float *)k3_table_upload(w, n * 4), *d_u = (float *)k3_table_upload(u, n * 4), *d_score = (float *)k3_table_poisoned(n * 4);
+  K3CudaUse use;
+  K3CudaLaunch launch = plain_launch(table, &use);
+  K3_CHECK_STATUS(k3_cuda_norm_score(&launch, d_w, d_u, n, d_score));
+  a.n = n;
+  a.banked = banked;
+  a.bank = (float *)k3_table_upload(bank, (banked + 1) * n * 4);
+  a.p = (float *)k3_table_upload(p, n * 4);
+  a.branch = branch ? (float *)k3_table_upload(b, n * 4) : NULL;
+  a.replace = replace;
+  a.append = append;
+  a.early = 1;
+  a.score = d_score;
+  a.norm = (float *)k3_table_upload(norm, n * 4);
+  a.res_eps = 1e-5f;
+  a.eps = 1e-6f;
+  a.x.values = (float *)k3_table_poisoned(n * 4);
+  if (n % 32 == 0) {
+    a.x.codes = (int8_t *)k3_table_poisoned(n);
+    a.x.scales = (float *)k3_table_poisoned(n / 32 * 4);
+  }
+  double error = 0, code_error = 0, control = 0;
+  for (int pass = 0; pass < 2; pass++) {
+    K3_CHECK_CUDA(cudaMemcpy(a.p, p, (size_t)n * 4, cudaMemcpyHostToDevice));
+    if (pass) { /* control: one input element moved */
+      float *at = (branch ? (float *)a.branch : a.p) + n / 2, moved = (branch ? b[n / 2] : p[n / 2]) + 0.5f;
+      K3_CHECK_CUDA(cudaMemcpy(at, &moved, 4, cudaMemcpyHostToDevice));
+    }
+    K3_CHECK_CUDA(cudaDeviceSynchronize());
+    K3_CHECK_STATUS(k3_cuda_norm(&launch, &a));
+    float *got = (float *)k3_table_download(a.x.values, n * 4), *got_p = (float *)k3_table_download(a.p, n * 4);
+    float *got_bank = (float *)k3_table_download(a.bank, (banked + 1) * n * 4);
+    double e = k3_table_error(got, x, n);
+    if (pass) control = e;
+    else {
+      error = e;
+      double p_error = k3_table_error(got_p, after, n), kept = append ? k3_table_error(got_bank + banked * n, after, n) : 0;
+      if (!(p_error < 1e-6)) error = INFINITY;
+      if (!(kept < 1e-6) || memcmp(got_bank, bank, (size_t)(banked * n) * 4)) error = INFINITY;
+      if (a.x.codes) {
+        int8_t *codes = (int8_t *)k3_table_download(a.x.codes, n);
+        float *scales = (float *)k3_table_download(a.x.scales, n / 32 * 4), *meant = (float *)malloc((size_t)n * 4);
+        for (int64_t i = 0; i < n; i++) meant[i] = scales[i / 32] * codes[i];
+        code_error = k3_table_error(meant, x, n);
+        free(codes), free(scales), free(meant);
+      }
+    }
+    free(got), free(got_p), free(got_bank);
+  }
+  double us = table->time ? k3_table_microseconds(table, work_norm, &a, 1, 20) : 0;
+  char shape[64];
+  snprintf(shape, sizeof shape, "%lld bank %d%s%s%s", (long long)n, banked, branch ? " +branch" : "", replace ? " replace" : "",
+           append ? " append" : "");
+  k3_table_row(table, shape, error, FLOAT_ALLOWED, control, &use, us, (banked + 7.0) * (double)n * 4);
+  if (a.x.codes) k3_table_row(table, "  its codes", code_error, INT8_ALLOWED, INFINITY, &use, 0, 0);
+  free(bank), free(p), free(b), free(w), free(u), free(norm), free(after), free(h), free(x);
+}
+
+/* ---------------------------------------------------------------- head */
+
+static K3Status work_argmax(void *context, const K3CudaLaunch *launch, int set)
+{
+  (void)set;
+  return k3_cuda_argmax(launch, (K3CudaArgmax *)context);
+}
+
+/* Embedding rows of every format, inside and outside the band. */
+static void check_embed(K3Table *table, K3Type type, int64_t cols)
+{
+  RefMatrix m = ref_matrix(table, type, 50, cols);
+  K3CudaEmbed a;
+  a.matrix = device_matrix(&m);
+  a.first_row = 1000;
+  a.values = (float *)k3_table_poisoned(cols * 4);
+  int64_t tokens[3] = {1007, 1050, 999}, values = k3_format(type)->block_values;
+  double *want = (double *)malloc((size_t)cols * 8), error = 0, control = 0;
+  for (int64_t b = 0; b < cols / values; b++)
+    ref_decode(type, m.stored + 7 * m.row_bytes + b * k3_format(type)->block_bytes, want + b * values);
+  K3CudaUse use;
+  K3CudaLaunch launch = plain_launch(table, &use);
+  for (int t = 0; t < 3; t++) {
+    a.token = (int64_t *)k3_table_upload(&tokens[t], 8);
+    K3_CHECK_CUDA(cudaMemset(a.values, 0xff, (size_t)cols * 4));
+    K3_CHECK_STATUS(k3_cuda_embed(&launch, &a));
+    float *got = (float *)k3_table_download(a.values, cols * 4);
+    if (t == 0) error = k3_table_error(got, want, cols);
+    for (int64_t i = 0; t > 0 && i < cols; i++)
+      if (got[i] != 0) error = INFINITY;
+    if (t == 1) control = k3_table_error(got, want, cols);
+    free(got);
+  }
+  char shape[64];
+  snprintf(shape, sizeof shape, "%s row of %lld", k3_format(type)->name, (long long)cols);
+  k3_table_row(table, shape, error, FLOAT_ALLOWED, control, &use, 0, 0);
+  free(want), free(m.stored);
+  free_matrix(&a.matrix);
+}
+
+static void check_argmax(K3Table *table, int64_t count, int plant)
+{
+  float *logits = k3_table_floats(table, count, 3.0);
+  int64_t want = 0;
+  if (plant == 1) logits[count / 3] = logits[count - 1] = 50; /* a tie */
+  if (plant == 2) for (int64_t i = 0; i < count; i++) logits[i] = -fabsf(logits[i]) - 1;
+  for (int64_t i = 1; i < count; i++) if (logits[i] > logits[want]) want = i;
+  if (plant == 3) logits[count / 2] = NAN, want = -1 - 5000;
+  K3CudaArgmax a;
+  memset(&a, 0, sizeof a);
+  a.logits = (float *)k3_table_upload(logits, count * 4);
+  a.count = count;
+  a.first_row = 5000;
+  a.scratch = (uint64_t *)k3_table_poisoned(256 * 8);
+  a.d_count = (uint32_t *)k3_table_poisoned(4);
+  a.value = (float *)k3_table_poisoned(4);
+  a.row = (int64_t *)k3_table_poisoned(8);
+  K3_CHECK_CUDA(cudaMemset(a.d_count, 0, 4));
+  K3CudaUse use;
+  K3CudaLaunch launch = plain_launch(table, &use);
+  K3_CHECK_STATUS(k3_cuda_argmax(&launch, &a));
+  int64_t *row = (int64_t *)k3_table_download(a.row, 8);
+  float *value = (float *)k3_table_download(a.value, 4);
+  double error = *row != want + 5000 || (plant == 3 ? *value == *value : *value != logits[want]);
+  float moved = 100;
+  int64_t other = want == 0 ? count - 1 : 0;
+  K3_CHECK_CUDA(cudaMemcpy((float *)a.logits + other, &moved, 4, cudaMemcpyHostToDevice));
+  K3_CHECK_STATUS(k3_cuda_argmax(&launch, &a));
+  int64_t *changed = (int64_t *)k3_table_download(a.row, 8);
+  double control = plant == 3 || *changed != *row;
+  double us = table->time ? k3_table_microseconds(table, work_argmax, &a, 1, 20) : 0;
+  char shape[64];
+  snprintf(shape, sizeof shape, "%lld%s", (long long)count, plant == 1 ? " tie" : plant == 2 ? " negative" : plant == 3 ? " NaN" : "");
+  k3_table_row(table, shape, error, 0, control, &use, us, (double)count * 4);
+  free(logits), free(row), free(value), free(changed);
+}
+
+int main(int argc, char **argv)
+{
+  K3Table table = {0, 0, (uint64_t)time(NULL), 1, 1};
+  const char *only = NULL;
+  int tune = 0;
+  for (int i = 1; i < argc; i++) {
+    if (strcmp(argv[i], "--seed") == 0 && i + 1 < argc) table.random = strtoull(argv[++i], NULL, 0);
+    else if (strcmp(argv[i], "--no-time") == 0) table.time = 0;
+    else if (strcmp(argv[i], "--pdl") == 0 && i + 1 < argc) table.pdl = atoi(argv[++i]);
+    else if (strcmp(argv[i], "--only") == 0 && i + 1 < argc) only = argv[++i];
+    else if (strcmp(argv[i], "--tune") == 0) tune = 1;
+    else {
+      fprintf(stderr, "usage: kernel_check [--seed N] [--no-time] [--pdl 0|1] [--only fill|linear|router|experts|norm|head|attention|chain] [--tune]\n");
+      return 2;
+    }
+  }
+  struct cudaDeviceProp device;
+  K3_CHECK_CUDA(cudaStreamCreate(&check_stream));
+  K3_CHECK_CUDA(cudaGetDeviceProperties(&device, 0));
+  printf("# kernel_check: seed %llu, dependent launch %d, %s, %d SMs, L2 %d MB\n", (unsigned long long)table.random, table.pdl,
+         device.name, device.multiProcessorCount, device.l2CacheSize >> 20);
+  for (int i = 0; i < K3_CODEBOOK_ENTRIES * 8; i++) ref_grid[i / 8][i % 8] = (int8_t)(k3_table_bits(&table) % 3) - 1;
+  K3CudaLaunch launch = plain_launch(&table, NULL);
+  int8_t *d_grid = (int8_t *)k3_table_upload(ref_grid, sizeof ref_grid);
+  d_codebook = (uint32_t *)k3_table_poisoned(K3_CODEBOOK_ENTRIES * 4);
+  K3_CHECK_STATUS(k3_cuda_codebook_pack(&launch, d_grid, d_codebook));
+  K3_CHECK_CUDA(cudaDeviceSynchronize());
+  k3_table_header();
+  if (!only || strcmp(only, "fill") == 0) check_fill(&table);
+  if (!only || strcmp(only, "router") == 0) {
+    check_router(&table, 896, 16, 0, 3584);
+    check_router(&table, 896, 16, 3, 3584);
+    check_router(&table, 1024, 32, 0, 4096);
+    check_router(&table, 8, 2, 0, 32);
+    check_router(&table, 33, 3, 2, 96);
+  }
+  if (!only || strcmp(only, "norm") == 0) {
+    check_norm(&table, 7168, 0, 0, 0, 0);
+    check_norm(&table, 7168, 0, 1, 0, 1);
+    check_norm(&table, 7168, 3, 1, 1, 0);
+    check_norm(&table, 7168, 8, 1, 0, 0);
+    check_norm(&table, 7168, 11, 1, 0, 1);
+    check_norm(&table, 1536, 0, 0, 0, 0);
+    check_norm(&table, 512, 1, 1, 1, 0);
+    check_norm(&table, 64, 2, 1, 0, 1);
+    check_norm(&table, 100, 2, 1, 0, 0);
+  }
+  if (!only || strcmp(only, "linear") == 0)
+    check_all_linear(&table);
+  if (!only || strcmp(only, "experts") == 0) check_all_experts(&table);
+  if (!only || strcmp(only, "head") == 0) {
+    for (int t = 0; t < K3_TYPE_COUNT; t++) check_embed(&table, (K3Type)t, t == K3_TYPE_IQ1_S ? 512 : 7168);
+    check_argmax(&table, 20480, 0);
+    check_argmax(&table, 20480, 1);
+    check_argmax(&table, 163840, 2);
+    check_argmax(&table, 20480, 3);
+    check_argmax(&table, 7, 0);
+  }
+  if (!only || strcmp(only, "attention") == 0) k3_check_attention(&table);
+  if (tune && table.time) tune_linear(&table);
+  if (table.time && (!only || strcmp(only, "chain") == 0)) time_chain(&table, tune);
+  printf("\n%d rows, %d wrong: %s\n", table.rows, table.failures, table.failures ? "FAILED" : "all right");
+  return table.failures ? 1 : 0;
+}
