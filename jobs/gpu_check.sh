@@ -181,6 +181,13 @@ if wanted ranks; then
     same "$way ranks, one GPU, staged" ranks-host "$name" $exact
   done
   unset K3_COMM
+  # NCCL's calls in a graph, even where there is but one GPU
+  if $K3DECODE --version | grep -q NCCL || [ -n "${K3_NCCL:-}" ]; then
+    for graph in on off; do
+      K3_COMM=nccl decode "ranks-one-$graph" $model $prompt --context 200 --backend cuda --activations f32 --graph $graph
+      same "1 rank with NCCL, graph $graph" ranks-host "ranks-one-$graph" $exact
+    done
+  fi
   # plain NCCL where there are GPUs enough
   if [ "$(nvidia-smi -L 2>/dev/null | wc -l)" -ge 2 ]; then
     for graph in on off; do

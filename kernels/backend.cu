@@ -1,9 +1,15 @@
-/* The CUDA backend's table of operations. See backend.h and src/decode/backend.h. Layer: backend (CUDA), host code only.
+/* The CUDA backend's table of operations. See backend.h, src/decode/backend.h. Layer: backend (CUDA), host code only.
  *
- * Environment, for measuring and tests: K3_VERBOSE=1 figures on stderr; K3_PHASE_TIMES=1 phase times in captured steps too;
- * K3_PDL=0 no programmatic dependent launch; K3_ROUTER=apart routing in a kernel of its own; K3_WATCHDOG_S=60 seconds until a
- * step counts as hung; K3_COMM=staged, K3_POOL=separate (comm_nccl.cu, pool.cu); K3_TEST_OVERSIZED_LAUNCH=PHASE plants a launch
- * that must fail. */
+ * Environment, for measuring and tests:
+ *   K3_VERBOSE=1         figures on stderr: loading, what a step reads phase by phase, launching
+ *   K3_PHASE_TIMES=1     phase times in captured steps too (about 190 tiny kernels more in a step of 93 layers)
+ *   K3_WATCHDOG_S=60     seconds until a step counts as hung
+ *   K3_PDL=0             no programmatic dependent launch
+ *   K3_ROUTER=apart      routing in a kernel of its own
+ *   K3_LATENT_BLOCKS=1   blocks an SM of the product before the experts
+ *   K3_COMM=staged|nccl  comm_nccl.cu
+ *   K3_POOL=separate     pool.cu
+ *   K3_TEST_OVERSIZED_LAUNCH=PHASE  plants a launch that must fail */
 #include <limits.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -23,7 +29,7 @@ static int flag(const char *name, int otherwise)
 
 static K3Status read_options(K3Cuda *cuda)
 {
-  const char *router = getenv("K3_ROUTER"), *seconds = getenv("K3_WATCHDOG_S");
+  const char *router = getenv("K3_ROUTER"), *seconds = getenv("K3_WATCHDOG_S"), *blocks = getenv("K3_LATENT_BLOCKS");
   cuda->exact = cuda->options.activations_f32;
   switch (cuda->options.cache_type) {
   case K3_CACHE_TYPE_F32: cuda->cache_type = K3_CACHE_F32; break;
@@ -33,10 +39,10 @@ static K3Status read_options(K3Cuda *cuda)
   }
   cuda->verbose = flag("K3_VERBOSE", 0) && (cuda->rank == 0 || cuda->options.slice_world > 0);
   cuda->timed = flag("K3_PHASE_TIMES", 0);
+  cuda->latent_blocks = blocks && blocks[0] ? atoi(blocks) : 1;
   cuda->apart = router && strcmp(router, "apart") == 0;
   cuda->watchdog_s = seconds ? atof(seconds) : 60.0;
-  if (!(cuda->watchdog_s > 0.0))
-    K3_FAIL(K3_ERR_USAGE, "K3_WATCHDOG_S=%s: wanted a number of seconds above 0", seconds);
+  if (!(cuda->watchdog_s > 0.0)) K3_FAIL(K3_ERR_USAGE, "K3_WATCHDOG_S=%s: wanted a number of seconds above 0", seconds);
   if (cuda->communicates && k3_cuda_comm_is_staged() && cuda->options.graph) {
     if (cuda->verbose) fprintf(stderr, "# K3_COMM=staged cannot stand in a graph: steps run eagerly\n");
     cuda->options.graph = 0;
@@ -93,7 +99,8 @@ static K3Status open_rank(K3Cuda *cuda)
   cuda->tensors = (K3CudaTensor *)calloc((size_t)cuda->source->table.count, sizeof *cuda->tensors);
   cuda->layers = (K3CudaLayer *)calloc((size_t)c->num_layers, sizeof *cuda->layers);
   cuda->piece = (int64_t *)calloc(8 * (size_t)cuda->world, sizeof *cuda->piece);
-  if (!cuda->tensors || !cuda->layers || !cuda->piece) K3_FAIL(K3_ERR_DEVICE, "no memory for the tables of the CUDA backend");
+  if (!cuda->tensors || !cuda->layers || !cuda->piece)
+    K3_FAIL(K3_ERR_DEVICE, "no memory for the tables of the CUDA backend");
   return K3_OK;
 }
 
@@ -103,9 +110,12 @@ static K3Status cuda_describe(K3Backend *backend, char *text, size_t size)
 {
   static const char *const cache_names[] = {"f32", "bf16", "f16"};
   K3Cuda *cuda = (K3Cuda *)backend->state;
-  snprintf(text, size, "%s, %s, %s activations, %s cache, %s%s%s", cuda->device_name, cuda->bus, cuda->exact ? "f32" : "int8",
-           cache_names[cuda->cache_type], cuda->options.graph ? "graph" : "eager", cuda->communicates ? ", " : "",
-           !cuda->communicates ? "" : k3_cuda_comm_is_staged() ? "staged through MPI" : "nccl");
+  snprintf(text, size, "%s, %s, %s activations, %s cache, %s%s%s", cuda->device_name, cuda->bus,
+           cuda->exact ? "f32" : "int8", cache_names[cuda->cache_type], cuda->options.graph ? "graph" : "eager",
+           cuda->communicates ? ", " : "",
+           !cuda->communicates        ? ""
+           : k3_cuda_comm_is_staged() ? "staged through MPI"
+                                      : "nccl");
   return K3_OK;
 }
 
@@ -172,8 +182,9 @@ static K3Status cuda_load(K3Backend *backend, K3Progress progress, void *context
   K3_TRY(open_host_memory(cuda));
   K3_TRY(k3_cuda_load_weights(cuda, progress, context));
   if (cuda->verbose)
-    fprintf(stderr, "# loaded %.2f GB in %.2f s: %.2f GB/s; %.2f GB of state and scratch\n", (double)cuda->load_bytes * 1e-9,
-            cuda->load_seconds, (double)cuda->load_bytes * 1e-9 / cuda->load_seconds, (double)cuda->state.used * 1e-9);
+    fprintf(stderr, "# loaded %.2f GB in %.2f s: %.2f GB/s; %.2f GB of state and scratch\n",
+            (double)cuda->load_bytes * 1e-9, cuda->load_seconds, (double)cuda->load_bytes * 1e-9 / cuda->load_seconds,
+            (double)cuda->state.used * 1e-9);
   cuda->waits = 1;
   cuda->launch.phase = "start";
   cuda->launch.layer = -1;
@@ -218,7 +229,8 @@ static K3Status cuda_reset(K3Backend *backend)
       continue;
     }
     K3_CUDA_TRY(cudaMemsetAsync(layer->kda_state, 0, (size_t)(channels * D) * 4, cuda->stream));
-    K3_CUDA_TRY(cudaMemsetAsync(layer->kda_window, 0, (size_t)(3 * (c->kda_conv_kernel - 1) * channels) * 4, cuda->stream));
+    K3_CUDA_TRY(
+        cudaMemsetAsync(layer->kda_window, 0, (size_t)(3 * (c->kda_conv_kernel - 1) * channels) * 4, cuda->stream));
   }
   cuda->position = cuda->options.start;
   cuda->attention.slices = 0; /* planned by the next step */
@@ -263,8 +275,8 @@ extern "C" int k3_backend_has_cuda(void)
   return cudaDriverGetVersion(&version) == cudaSuccess && version > 0;
 }
 
-extern "C" K3Status k3_backend_open_cuda(K3Source *source, const K3Plan *plan, K3Comm *comm, const K3BackendOptions *options,
-                                         K3Backend **out)
+extern "C" K3Status k3_backend_open_cuda(K3Source *source, const K3Plan *plan, K3Comm *comm,
+                                         const K3BackendOptions *options, K3Backend **out)
 {
   K3Backend *backend = (K3Backend *)calloc(1, sizeof *backend);
   K3Cuda *cuda = (K3Cuda *)calloc(1, sizeof *cuda);
@@ -282,7 +294,7 @@ extern "C" K3Status k3_backend_open_cuda(K3Source *source, const K3Plan *plan, K
   cuda->rank = comm->rank;
   cuda->world = plan->world;
   cuda->bad_bias_layer = -1;
-  cuda->communicates = plan->world > 1 && options->slice_world == 0;
+  cuda->communicates = (plan->world > 1 || k3_cuda_comm_is_forced()) && options->slice_world == 0;
   backend->name = "cuda";
   backend->state = cuda;
   backend->describe = cuda_describe;

@@ -26,9 +26,9 @@ extern "C" {
 
 /* One allocation, handed out in pieces of 256 bytes and more; or, for memory checkers, an allocation a piece. */
 typedef struct {
-  char *base;       /* NULL: counting only */
+  char *base; /* NULL: counting only */
   int64_t used, size;
-  int separate;     /* K3_POOL=separate: `pieces` hold the allocations */
+  int separate; /* K3_POOL=separate: `pieces` hold the allocations */
   void **pieces;
   int64_t count, room;
 } K3CudaPool;
@@ -60,11 +60,11 @@ typedef struct {
 } K3CudaGroup;
 
 typedef struct {
-  K3CudaGroup attention;   /* KDA: q k v g f_a b; MLA: q_a kv_a g */
-  K3CudaGroup ffn;         /* dense: gate up; MoE: routed_down, router, shared gate, shared up */
+  K3CudaGroup attention;              /* KDA: q k v g f_a b; MLA: q_a kv_a g */
+  K3CudaGroup ffn;                    /* dense: gate up; MoE: routed_down, router, shared gate, shared up */
   float *attention_score, *ffn_score; /* res_norm ⊙ res_proj [H] */
   float *kda_state, *kda_window;
-  void *cache;             /* MLA: [cache_rows, C + R] */
+  void *cache; /* MLA: [cache_rows, C + R] */
 } K3CudaLayer;
 
 /* --- a step, as its ends see it -------------------------------------------------------------------------- */
@@ -78,7 +78,7 @@ typedef struct {
 typedef struct {
   int64_t token;
   float logit;
-  int32_t bad;   /* lowest row of `watch` with a non-finite value · 2, plus 1 when only part of that row is; -1: none */
+  int32_t bad; /* lowest row of `watch` with a non-finite value · 2, plus 1 when only part of that row is; -1: none */
 } K3CudaStepOut;
 
 /* One rank's best logit. */
@@ -103,8 +103,8 @@ typedef struct {
 typedef struct {
   cudaGraph_t graph;
   cudaGraphExec_t exec;
-  int64_t plan_rows;     /* of the attention plan it was captured with */
-  int64_t kernels;       /* nodes */
+  int64_t plan_rows; /* of the attention plan it was captured with */
+  int64_t kernels;   /* nodes */
   K3CudaTimer timer;
 } K3CudaGraph;
 
@@ -124,7 +124,7 @@ typedef struct {
   /* Of several buffers at once: piece r of send[b] goes to rank r. Elements are float32. */
   K3Status (*all_to_all)(K3Cuda *cuda, int buffers, float *const *send, const K3Pieces *sent, float *const *receive,
                          const K3Pieces *received);
-  K3Status (*poll)(K3Cuda *cuda);  /* an error that another rank or the network caused; NULL: none to ask for */
+  K3Status (*poll)(K3Cuda *cuda); /* an error that another rank or the network caused; NULL: none to ask for */
   void (*close)(K3Cuda *cuda);
 } K3CudaComm;
 
@@ -136,25 +136,26 @@ struct K3Cuda {
   const K3Plan *plan;
   K3Comm *comm;
   K3BackendOptions options;
-  int rank, world;         /* of the plan: the slice's in slice mode */
-  int communicates;        /* world > 1 and not a slice */
-  int exact;               /* float32 activations */
+  int rank, world;  /* of the plan: the slice's in slice mode */
+  int communicates; /* world > 1 (or K3_COMM=nccl) and not a slice */
+  int exact;        /* float32 activations */
   K3CudaCacheType cache_type;
   int verbose, timed, apart; /* K3_VERBOSE, phase times wanted, K3_ROUTER=apart */
+  int latent_blocks; /* blocks an SM of the product before the experts' gate and up: see linear.h; K3_LATENT_BLOCKS */
   double watchdog_s;
 
-  int device, sharing;     /* sharing: ranks on this GPU */
+  int device, sharing; /* sharing: ranks on this GPU */
   char device_name[256], bus[32];
-  cudaStream_t stream;     /* everything of a step */
-  cudaStream_t aside;      /* looks at memory while `stream` hangs */
+  cudaStream_t stream; /* everything of a step */
+  cudaStream_t aside;  /* looks at memory while `stream` hangs */
   K3CudaLaunch launch;
   K3CudaComm collectives;
 
   K3CudaPool weights, state;
-  uint32_t *codebook;      /* iq1_s, packed; NULL when no tensor needs it */
+  uint32_t *codebook; /* iq1_s, packed; NULL when no tensor needs it */
   int8_t *codebook_grid;
-  K3CudaTensor *tensors;   /* [table.count] */
-  K3CudaLayer *layers;     /* [num_layers] */
+  K3CudaTensor *tensors; /* [table.count] */
+  K3CudaLayer *layers;   /* [num_layers] */
   float *output_score;
   int64_t snapshots, cache_rows;
   double load_seconds;
@@ -164,48 +165,50 @@ struct K3Cuda {
   K3AttentionShape shape;
   K3AttentionPlan attention;
   int tensor_cores;
-  int64_t attend_heads;    /* heads this rank attends for */
+  int64_t attend_heads; /* heads this rank attends for */
 
-  int64_t position;        /* of the next token */
+  int64_t position; /* of the next token */
 
   /* Scratch. H, C, R, L, E as in the config. */
   float *p, *bank, *branch; /* [H], [snapshots, H], [H] a sublayer's output */
-  K3CudaVector x;          /* [H]; values or scales go to a row of `watch` */
-  float *watch;            /* [watch_rows, watch_width] the normed inputs of all sublayers, and of the head */
+  K3CudaVector x;           /* [H]; values or scales go to a row of `watch` */
+  float *watch;             /* [watch_rows, watch_width] the normed inputs of all sublayers, and of the head */
   int64_t watch_rows, watch_width;
-  float *projected;        /* of a group of matrices */
-  float *heads_out;        /* attention's output before o_proj */
-  float *q, *query;        /* [heads, nope + rope], [all heads, C + R] */
+  float *projected; /* of a group of matrices */
+  float *heads_out; /* attention's output before o_proj */
+  float *q, *query; /* [heads, nope + rope], [all heads, C + R] */
   void *query16;
-  float *acc, *m, *l;      /* partials of the slices */
-  float *sum_acc, *sum_m, *sum_l; /* of this rank's rows, all heads */
+  float *acc, *m, *l;                /* partials of the slices */
+  float *sum_acc, *sum_m, *sum_l;    /* of this rank's rows, all heads */
   float *part_acc, *part_m, *part_l; /* of this rank's heads, from all ranks */
-  float *ffn_y;            /* dense gate, up; or this rank's latent, router scores, shared gate, shared up */
-  float *latent, *logits_router; /* [L], [E] of all ranks; world 1: in ffn_y */
+  float *ffn_y;                      /* dense gate, up; or this rank's latent, router scores, shared gate, shared up */
+  float *latent, *logits_router;     /* [L], [E] of all ranks; world 1: in ffn_y */
   K3CudaVector latent_codes;
   int32_t *ids;
   float *chosen_weights, *hidden, *z;
-  float *logits;           /* this rank's vocabulary rows */
+  float *logits; /* this rank's vocabulary rows */
   uint64_t *argmax_keys;
   uint32_t *argmax_count, *finish_count;
   int32_t *bad;
-  K3CudaPair *pairs;       /* [world] */
-  int64_t *d_step;         /* token, position, rows */
+  K3CudaPair *pairs; /* [world] */
+  int64_t *d_step;   /* token, position, rows */
 
-  K3CudaStepIn *in;        /* host, mapped */
-  K3CudaStepOut *out;      /* host, mapped */
-  float *host_logits;      /* host, pinned */
-  int64_t *piece;          /* [8, world] counts and displacements */
+  K3CudaStepIn *in;   /* host, mapped */
+  K3CudaStepOut *out; /* host, mapped */
+  float *host_logits; /* host, pinned */
+  int64_t *piece;     /* [8, world] counts and displacements */
 
-  K3CudaGraph graphs[2];   /* without and with the head */
+  K3CudaGraph graphs[2]; /* without and with the head */
   K3CudaTimer eager_timer;
-  K3CudaTimer *timer;      /* of the step being enqueued; NULL: not timed */
-  int64_t bad_bias_layer;  /* of a router bias that is not finite: it would only keep experts from being chosen; -1: none */
-  double launch_s;         /* host time of launching steps, and their number */
+  K3CudaTimer *timer; /* of the step being enqueued; NULL: not timed */
+  int64_t
+      bad_bias_layer; /* of a router bias that is not finite: it would only keep experts from being chosen; -1: none */
+  double launch_s;    /* host time of launching steps, and their number */
   int64_t launches;
-  int waits;               /* 1: errors are waited for after each phase */
-  K3Phase phase;           /* being enqueued */
-  int64_t phase_bytes[K3_PHASE_COUNT]; /* weights, state and cache that the step reads; the mean over choices of experts */
+  int waits;     /* 1: errors are waited for after each phase */
+  K3Phase phase; /* being enqueued */
+  int64_t
+      phase_bytes[K3_PHASE_COUNT]; /* weights, state and cache that the step reads; the mean over choices of experts */
 };
 
 /* Elements of a share that this rank owns. */
@@ -246,13 +249,16 @@ K3Status k3_cuda_timer_close(K3CudaTimer *timer);
 /* What runs from here on belongs to `phase` (idle: to nothing). Enqueues a stamp when the step is timed. */
 K3Status k3_cuda_mark(K3Cuda *cuda, K3Phase phase, int idle);
 
-/* comm_nccl.cu. k3_cuda_comm_open: K3_COMM=staged takes MPI through host memory (eager only, ranks may share a GPU). */
+/* comm_nccl.cu. K3_COMM=staged takes MPI through host memory (eager only, ranks may share a GPU); K3_COMM=nccl calls NCCL in a
+ * world of one too, to test it on one GPU. */
 int k3_cuda_comm_is_staged(void);
+int k3_cuda_comm_is_forced(void);
 K3Status k3_cuda_comm_open(K3Cuda *cuda);
 
 /* service.cu: kernels around the step. */
 /* First of a step: copies *in to d_step [3] and poisons watch [count]. */
-K3Status k3_cuda_begin(const K3CudaLaunch *launch, const K3CudaStepIn *in, int64_t *d_step, float *watch, int64_t count);
+K3Status k3_cuda_begin(const K3CudaLaunch *launch, const K3CudaStepIn *in, int64_t *d_step, float *watch,
+                       int64_t count);
 /* Last of a step: the best of pairs [ranks] (NULL: no choice) and the lowest row of watch [rows, width] that is not
  * finite; tail [tail_count] (NULL: none) stands for one row more. *d_bad is INT32_MAX and *d_count 0 before and after. */
 typedef struct {

@@ -15,11 +15,15 @@
 #include <nccl.h>
 #endif
 
-int k3_cuda_comm_is_staged(void)
+static int kind_is(const char *wanted)
 {
   const char *kind = getenv("K3_COMM");
-  return kind && strcmp(kind, "staged") == 0;
+  return kind && strcmp(kind, wanted) == 0;
 }
+
+int k3_cuda_comm_is_staged(void) { return kind_is("staged"); }
+
+int k3_cuda_comm_is_forced(void) { return kind_is("nccl"); }
 
 /* --- NCCL --------------------------------------------------------------------------------------------- */
 
@@ -30,20 +34,23 @@ static K3Status nccl_failed(const K3Cuda *cuda, ncclResult_t result, const char 
   ncclComm_t comm = (ncclComm_t)cuda->collectives.state;
   const char *last = comm ? ncclGetLastError(comm) : ncclGetLastError(NULL);
   K3_FAIL(K3_ERR_DEVICE,
-          "NCCL: %s (%s) from %s in layer %lld, phase %s on GPU %s. If the GPUs of a host cannot reach each other, let every rank "
+          "NCCL: %s (%s) from %s in layer %lld, phase %s on GPU %s. If the GPUs of a host cannot reach each other, let "
+          "every rank "
           "see all of them (Slurm: --gpu-bind=none); NCCL_DEBUG=INFO says more",
-          ncclGetErrorString(result), last ? last : "", call, (long long)cuda->launch.layer, cuda->launch.phase, cuda->bus);
+          ncclGetErrorString(result), last ? last : "", call, (long long)cuda->launch.layer, cuda->launch.phase,
+          cuda->bus);
 }
 
-#define NCCL_TRY(call)                                                       \
-  do {                                                                       \
-    ncclResult_t nccl_result_ = (call);                                      \
+#define NCCL_TRY(call)                                                              \
+  do {                                                                              \
+    ncclResult_t nccl_result_ = (call);                                             \
     if (nccl_result_ != ncclSuccess) return nccl_failed(cuda, nccl_result_, #call); \
   } while (0)
 
 static K3Status nccl_all_reduce(K3Cuda *cuda, float *data, int64_t count)
 {
-  NCCL_TRY(ncclAllReduce(data, data, (size_t)count, ncclFloat32, ncclSum, (ncclComm_t)cuda->collectives.state, cuda->stream));
+  NCCL_TRY(ncclAllReduce(data, data, (size_t)count, ncclFloat32, ncclSum, (ncclComm_t)cuda->collectives.state,
+                         cuda->stream));
   return K3_OK;
 }
 
@@ -54,8 +61,8 @@ static int is_even(K3Pieces pieces, int world)
   return 1;
 }
 
-static K3Status nccl_all_gather(K3Cuda *cuda, int buffers, const void *const *own, void *const *data, const K3Pieces *pieces,
-                                int64_t size)
+static K3Status nccl_all_gather(K3Cuda *cuda, int buffers, const void *const *own, void *const *data,
+                                const K3Pieces *pieces, int64_t size)
 {
   ncclComm_t comm = (ncclComm_t)cuda->collectives.state;
   NCCL_TRY(ncclGroupStart());
@@ -77,15 +84,16 @@ static K3Status nccl_all_gather(K3Cuda *cuda, int buffers, const void *const *ow
   return K3_OK;
 }
 
-static K3Status nccl_all_to_all(K3Cuda *cuda, int buffers, float *const *send, const K3Pieces *sent, float *const *receive,
-                                const K3Pieces *received)
+static K3Status nccl_all_to_all(K3Cuda *cuda, int buffers, float *const *send, const K3Pieces *sent,
+                                float *const *receive, const K3Pieces *received)
 {
   ncclComm_t comm = (ncclComm_t)cuda->collectives.state;
   NCCL_TRY(ncclGroupStart());
   for (int b = 0; b < buffers; b++)
     for (int r = 0; r < cuda->world; r++) {
       if (sent[b].count[r] > 0)
-        NCCL_TRY(ncclSend(send[b] + sent[b].displacement[r], (size_t)sent[b].count[r], ncclFloat32, r, comm, cuda->stream));
+        NCCL_TRY(
+            ncclSend(send[b] + sent[b].displacement[r], (size_t)sent[b].count[r], ncclFloat32, r, comm, cuda->stream));
       if (received[b].count[r] > 0)
         NCCL_TRY(ncclRecv(receive[b] + received[b].displacement[r], (size_t)received[b].count[r], ncclFloat32, r, comm,
                           cuda->stream));
@@ -98,7 +106,8 @@ static K3Status nccl_poll(K3Cuda *cuda)
 {
   ncclResult_t result = ncclSuccess;
   NCCL_TRY(ncclCommGetAsyncError((ncclComm_t)cuda->collectives.state, &result));
-  if (result != ncclSuccess && result != ncclInProgress) return nccl_failed(cuda, result, "another rank or the network");
+  if (result != ncclSuccess && result != ncclInProgress)
+    return nccl_failed(cuda, result, "another rank or the network");
   return K3_OK;
 }
 
@@ -140,7 +149,8 @@ static K3Status nccl_open(K3Cuda *cuda)
 static K3Status nccl_open(K3Cuda *cuda)
 {
   K3_FAIL(K3_ERR_DEVICE,
-          "%d ranks want NCCL, and this build has none: install NCCL 2.28 or newer and build again (configure --with-nccl), or "
+          "%d ranks want NCCL, and this build has none: install NCCL 2.28 or newer and build again (configure "
+          "--with-nccl), or "
           "run on one GPU",
           cuda->world);
 }
@@ -209,8 +219,8 @@ static K3Status staged_gather_bytes(K3Cuda *cuda, const void *own, void *data, K
   return deliver(cuda, data, host, bytes);
 }
 
-static K3Status staged_all_gather(K3Cuda *cuda, int buffers, const void *const *own, void *const *data, const K3Pieces *pieces,
-                                  int64_t size)
+static K3Status staged_all_gather(K3Cuda *cuda, int buffers, const void *const *own, void *const *data,
+                                  const K3Pieces *pieces, int64_t size)
 {
   int64_t count[K3_MAX_WORLD], displacement[K3_MAX_WORLD];
   K3Pieces in_bytes;
@@ -226,12 +236,13 @@ static K3Status staged_all_gather(K3Cuda *cuda, int buffers, const void *const *
   return K3_OK;
 }
 
-static K3Status staged_all_to_all(K3Cuda *cuda, int buffers, float *const *send, const K3Pieces *sent, float *const *receive,
-                                  const K3Pieces *received)
+static K3Status staged_all_to_all(K3Cuda *cuda, int buffers, float *const *send, const K3Pieces *sent,
+                                  float *const *receive, const K3Pieces *received)
 {
   for (int b = 0; b < buffers; b++) {
     char *out = NULL, *in = NULL;
-    size_t out_bytes = (size_t)extent(sent[b], cuda->world) * 4, in_bytes = (size_t)extent(received[b], cuda->world) * 4;
+    size_t out_bytes = (size_t)extent(sent[b], cuda->world) * 4,
+           in_bytes = (size_t)extent(received[b], cuda->world) * 4;
     K3_TRY(staging(cuda, 0, out_bytes, &out));
     K3_TRY(staging(cuda, 1, in_bytes, &in));
     K3_TRY(fetch(cuda, out, send[b], out_bytes));

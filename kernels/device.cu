@@ -21,11 +21,13 @@ static const char *visible_devices(void)
 static K3Status check_count(cudaError_t error, int count)
 {
   if (error == cudaErrorInsufficientDriver || error == cudaErrorSystemDriverMismatch)
-    K3_FAIL(K3_ERR_DEVICE, "the CUDA driver cannot serve this program: %s; update the driver, or run with --backend host",
+    K3_FAIL(K3_ERR_DEVICE,
+            "the CUDA driver cannot serve this program: %s; update the driver, or run with --backend host",
             cudaGetErrorString(error));
   if (error == cudaSuccess && count > 0) return K3_OK;
   K3_FAIL(K3_ERR_DEVICE,
-          "no GPU is visible here (%s; CUDA_VISIBLE_DEVICES is %s): ask the launcher for one GPU a rank (Slurm: --gpus-per-node "
+          "no GPU is visible here (%s; CUDA_VISIBLE_DEVICES is %s): ask the launcher for one GPU a rank (Slurm: "
+          "--gpus-per-node "
           "and --gpu-bind=none), unset CUDA_VISIBLE_DEVICES, or run with --backend host",
           error == cudaSuccess ? "the list is empty" : cudaGetErrorString(error), visible_devices());
 }
@@ -45,7 +47,8 @@ static K3Status choose(K3Cuda *cuda)
   snprintf(cuda->device_name, sizeof cuda->device_name, "%s", properties.name);
   if (properties.major != NEEDED_MAJOR || properties.minor != NEEDED_MINOR)
     K3_FAIL(K3_ERR_DEVICE,
-            "GPU %d (%s, %s) has compute capability %d.%d; this build's kernels are for %d.%d (Hopper: H100, H200). Use such a "
+            "GPU %d (%s, %s) has compute capability %d.%d; this build's kernels are for %d.%d (Hopper: H100, H200). "
+            "Use such a "
             "GPU, or --backend host",
             cuda->device, properties.name, cuda->bus, properties.major, properties.minor, NEEDED_MAJOR, NEEDED_MINOR);
   return K3_OK;
@@ -78,10 +81,11 @@ static K3Status compare(K3Cuda *cuda, int share)
         pair[0] = r, pair[1] = s;
   }
   if (pair[0] >= 0 && !share)
-    K3_FAIL_DONE(K3_ERR_DEVICE,
-                 "ranks %d and %d of host %s are both on GPU %s, and NCCL wants one GPU a rank: start no more ranks on a host "
-                 "than it has GPUs, and let each see all of them (Slurm: --gpu-bind=none; CUDA_VISIBLE_DEVICES is %s here)",
-                 pair[0], pair[1], places[pair[0]].host, places[pair[0]].bus, visible_devices());
+    K3_FAIL_DONE(
+        K3_ERR_DEVICE,
+        "ranks %d and %d of host %s are both on GPU %s, and NCCL wants one GPU a rank: start no more ranks on a host "
+        "than it has GPUs, and let each see all of them (Slurm: --gpu-bind=none; CUDA_VISIBLE_DEVICES is %s here)",
+        pair[0], pair[1], places[pair[0]].host, places[pair[0]].bus, visible_devices());
 done:
   free(places);
   free(piece);

@@ -74,7 +74,9 @@ static int64_t first_unreached(K3Cuda *cuda)
 {
   int64_t count = cuda->watch_rows * cuda->watch_width, s = -2;
   float *copy = (float *)malloc((size_t)count * sizeof *copy);
-  if (copy && cudaMemcpyAsync(copy, cuda->watch, (size_t)count * sizeof *copy, cudaMemcpyDeviceToHost, cuda->aside) == cudaSuccess &&
+  if (copy &&
+      cudaMemcpyAsync(copy, cuda->watch, (size_t)count * sizeof *copy, cudaMemcpyDeviceToHost, cuda->aside) ==
+          cudaSuccess &&
       cudaStreamSynchronize(cuda->aside) == cudaSuccess)
     for (s = 0; s < cuda->watch_rows; s++)
       if (k3_float_bits(copy[s * cuda->watch_width]) == 0xffffffffu) break;
@@ -105,9 +107,11 @@ K3Status k3_cuda_wait(K3Cuda *cuda)
     if (error == cudaSuccess) return K3_OK;
     if (error != cudaErrorNotReady) {
       if (cuda->waits)
-        K3_FAIL(K3_ERR_DEVICE, "device error in layer %lld, phase %s at position %lld: %s (%s)", (long long)cuda->launch.layer,
-                cuda->launch.phase, (long long)cuda->position, cudaGetErrorString(error), cudaGetErrorName(error));
-      K3_FAIL(K3_ERR_DEVICE, "device error in the captured step at position %lld: %s (%s); --graph off names layer and phase",
+        K3_FAIL(K3_ERR_DEVICE, "device error in layer %lld, phase %s at position %lld: %s (%s)",
+                (long long)cuda->launch.layer, cuda->launch.phase, (long long)cuda->position, cudaGetErrorString(error),
+                cudaGetErrorName(error));
+      K3_FAIL(K3_ERR_DEVICE,
+              "device error in the captured step at position %lld: %s (%s); --graph off names layer and phase",
               (long long)cuda->position, cudaGetErrorString(error), cudaGetErrorName(error));
     }
     if (turn % 1024) continue;
@@ -140,13 +144,15 @@ static void describe_capture(const K3Cuda *cuda, const K3CudaGraph *graph, int c
   const double rate = 4.55e12;
   int64_t all = 0;
   for (int p = 0; p < K3_PHASE_COUNT; p++) all += cuda->phase_bytes[p];
-  fprintf(stderr, "# captured a step %s: %lld nodes, %.3f GB read, at least %.3f ms; %lld slices, %lld passes up to %lld rows\n",
-          choose ? "with head" : "without head", (long long)graph->kernels, (double)all * 1e-9, (double)all / rate * 1e3,
-          (long long)cuda->attention.slices, (long long)cuda->attention.passes, (long long)cuda->attention.rows);
+  fprintf(
+      stderr,
+      "# captured a step %s: %lld nodes, %.3f GB read, at least %.3f ms; %lld slices, %lld passes up to %lld rows\n",
+      choose ? "with head" : "without head", (long long)graph->kernels, (double)all * 1e-9, (double)all / rate * 1e3,
+      (long long)cuda->attention.slices, (long long)cuda->attention.passes, (long long)cuda->attention.rows);
   for (int p = 0; p < K3_PHASE_COUNT; p++)
     if (cuda->phase_bytes[p])
-      fprintf(stderr, "# reads %-10s %7.3f GB, at least %.3f ms\n", k3_phase_names[p], (double)cuda->phase_bytes[p] * 1e-9,
-              (double)cuda->phase_bytes[p] / rate * 1e3);
+      fprintf(stderr, "# reads %-10s %7.3f GB, at least %.3f ms\n", k3_phase_names[p],
+              (double)cuda->phase_bytes[p] * 1e-9, (double)cuda->phase_bytes[p] / rate * 1e3);
 }
 
 static K3Status capture(K3Cuda *cuda, int choose)
@@ -179,7 +185,8 @@ static K3Status check_input(const K3Cuda *cuda, int64_t token)
     K3_FAIL(K3_ERR_INPUT, "token %lld at position %lld is outside the vocabulary of %lld", (long long)token,
             (long long)cuda->position, (long long)cuda->config->vocab_size);
   if (cuda->position >= cuda->options.capacity)
-    K3_FAIL(K3_ERR_INPUT, "position %lld: the cache holds %lld", (long long)cuda->position, (long long)cuda->options.capacity);
+    K3_FAIL(K3_ERR_INPUT, "position %lld: the cache holds %lld", (long long)cuda->position,
+            (long long)cuda->options.capacity);
   return K3_OK;
 }
 

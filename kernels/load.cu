@@ -54,7 +54,8 @@ static K3Status close_loader(Loader *loader)
     cudaError_t error = loader->free_again[i] ? cudaEventDestroy(loader->free_again[i]) : cudaSuccess;
     if (error == cudaSuccess && loader->device[i]) error = cudaFree(loader->device[i]);
     if (error == cudaSuccess && loader->host[i]) error = cudaFreeHost(loader->host[i]);
-    if (error != cudaSuccess && status == K3_OK) status = k3_cuda_failed(error, "release of the staging buffers", __FILE__, __LINE__);
+    if (error != cudaSuccess && status == K3_OK)
+      status = k3_cuda_failed(error, "release of the staging buffers", __FILE__, __LINE__);
   }
   return status;
 }
@@ -79,13 +80,15 @@ static Slabs slabs_of(const K3TensorSpec *spec, K3Type type, const K3Band *band)
 }
 
 /* One box through a staging buffer to rows [row, row + rows). */
-static K3Status stage(K3Cuda *cuda, Loader *loader, int64_t index, const K3Band *box, int64_t row, int64_t rows, int64_t bytes)
+static K3Status stage(K3Cuda *cuda, Loader *loader, int64_t index, const K3Band *box, int64_t row, int64_t rows,
+                      int64_t bytes)
 {
   int turn = loader->turn;
   loader->turn ^= 1;
   K3_CUDA_TRY(cudaEventSynchronize(loader->free_again[turn]));
   K3_TRY(cuda->source->read(cuda->source, index, box, loader->host[turn]));
-  K3_CUDA_TRY(cudaMemcpyAsync(loader->device[turn], loader->host[turn], (size_t)bytes, cudaMemcpyHostToDevice, cuda->stream));
+  K3_CUDA_TRY(
+      cudaMemcpyAsync(loader->device[turn], loader->host[turn], (size_t)bytes, cudaMemcpyHostToDevice, cuda->stream));
   K3CudaRepack repack;
   repack.matrix = cuda->tensors[index].matrix;
   repack.row = row;
@@ -102,8 +105,8 @@ static K3Status load_matrix(K3Cuda *cuda, Loader *loader, int64_t index, const K
   Slabs s = slabs_of(spec, cuda->source->types[index], band);
   int64_t most_rows = STAGING_BYTES / s.row_bytes, row = cuda->tensors[index].row;
   if (most_rows < 1)
-    K3_FAIL(K3_ERR_INPUT, "%s: a row of %s takes %lld bytes; at most %d can be loaded", cuda->source->origin, spec->path,
-            (long long)s.row_bytes, STAGING_BYTES);
+    K3_FAIL(K3_ERR_INPUT, "%s: a row of %s takes %lld bytes; at most %d can be loaded", cuda->source->origin,
+            spec->path, (long long)s.row_bytes, STAGING_BYTES);
   int64_t most_slabs = most_rows / s.slab_rows; /* whole slabs at a time where they fit */
   for (int64_t slab = 0; slab < s.slabs;) {
     int64_t slabs = most_slabs < 1 ? 1 : most_slabs < s.slabs - slab ? most_slabs : s.slabs - slab;
@@ -177,8 +180,8 @@ static K3Status load_codebook(K3Cuda *cuda)
   if (!cuda->codebook) return K3_OK;
   K3_TRY_DONE(cuda->source->codebook(cuda->source, "iq1_s", &data, &bytes));
   if (bytes != BYTES)
-    K3_FAIL_DONE(K3_ERR_INPUT, "%s: /codebooks/iq1_s holds %zu bytes, wanted %d (2048 entries of 8)", cuda->source->origin,
-                 bytes, BYTES);
+    K3_FAIL_DONE(K3_ERR_INPUT, "%s: /codebooks/iq1_s holds %zu bytes, wanted %d (2048 entries of 8)",
+                 cuda->source->origin, bytes, BYTES);
   K3_CUDA_TRY_DONE(cudaMemcpy(cuda->codebook_grid, data, BYTES, cudaMemcpyHostToDevice));
   K3_TRY_DONE(k3_cuda_codebook_pack(&cuda->launch, cuda->codebook_grid, cuda->codebook));
   K3_CUDA_TRY_DONE(cudaStreamSynchronize(cuda->stream));

@@ -12,8 +12,8 @@ static int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
 static K3Status check_at_most(const K3Cuda *cuda, const char *field, int64_t value, int64_t most)
 {
   if (value <= most) return K3_OK;
-  K3_FAIL(K3_ERR_INPUT, "%s: the CUDA backend serves %s up to %lld, got %lld; run with --backend host", cuda->source->origin,
-          field, (long long)most, (long long)value);
+  K3_FAIL(K3_ERR_INPUT, "%s: the CUDA backend serves %s up to %lld, got %lld; run with --backend host",
+          cuda->source->origin, field, (long long)most, (long long)value);
 }
 
 static K3Status check_multiple(const K3Cuda *cuda, const char *field, int64_t value, int64_t of)
@@ -41,7 +41,8 @@ K3Status k3_cuda_check_limits(const K3Cuda *cuda)
   K3_TRY(check_at_most(cuda, "the intermediate band of a rank", k3_cuda_own(cuda, K3_SHARE_EXPERTS), (1 << 13) - 1));
   for (int64_t i = 0; i < source->table.count; i++) {
     K3Type type = source->types[i];
-    if (source->table.specs[i].role == K3_ROLE_KV_B_PROJ && type != K3_TYPE_F32 && type != K3_TYPE_BF16 && type != K3_TYPE_Q8_0)
+    if (source->table.specs[i].role == K3_ROLE_KV_B_PROJ && type != K3_TYPE_F32 && type != K3_TYPE_BF16 &&
+        type != K3_TYPE_Q8_0)
       K3_FAIL(K3_ERR_INPUT, "%s: the CUDA backend reads %s as f32, bf16 or q8_0, got %s", source->origin,
               source->table.specs[i].path, k3_format(type)->name);
   }
@@ -70,7 +71,8 @@ static Shape shape_of(const K3Cuda *cuda, int64_t index)
   return shape;
 }
 
-static K3Status place_matrix(K3Cuda *cuda, K3CudaPool *pool, K3Type type, int64_t rows, int64_t cols, K3CudaMatrix *matrix)
+static K3Status place_matrix(K3Cuda *cuda, K3CudaPool *pool, K3Type type, int64_t rows, int64_t cols,
+                             K3CudaMatrix *matrix)
 {
   void *memory = NULL;
   K3_TRY(k3_cuda_pool_take(pool, k3_cuda_matrix_bytes(type, rows, cols), &memory));
@@ -78,7 +80,8 @@ static K3Status place_matrix(K3Cuda *cuda, K3CudaPool *pool, K3Type type, int64_
 }
 
 /* Matrices of one input, in this order; neighbours of one type become one matrix. */
-static K3Status place_group(K3Cuda *cuda, K3CudaPool *pool, int64_t layer, const K3Role *roles, int count, K3CudaGroup *group)
+static K3Status place_group(K3Cuda *cuda, K3CudaPool *pool, int64_t layer, const K3Role *roles, int count,
+                            K3CudaGroup *group)
 {
   memset(group, 0, sizeof *group);
   for (int first = 0; first < count;) {
@@ -109,11 +112,12 @@ static K3Status place_group(K3Cuda *cuda, K3CudaPool *pool, int64_t layer, const
 
 static K3Status place_groups(K3Cuda *cuda, K3CudaPool *pool, int64_t i)
 {
-  static const K3Role kda[] = {K3_ROLE_Q_PROJ, K3_ROLE_K_PROJ, K3_ROLE_V_PROJ, K3_ROLE_KDA_G_PROJ, K3_ROLE_F_A_PROJ,
-                               K3_ROLE_B_PROJ};
+  static const K3Role kda[] = {K3_ROLE_Q_PROJ,     K3_ROLE_K_PROJ,   K3_ROLE_V_PROJ,
+                               K3_ROLE_KDA_G_PROJ, K3_ROLE_F_A_PROJ, K3_ROLE_B_PROJ};
   static const K3Role mla[] = {K3_ROLE_Q_A_PROJ, K3_ROLE_KV_A_PROJ, K3_ROLE_MLA_G_PROJ};
   static const K3Role dense[] = {K3_ROLE_GATE_PROJ, K3_ROLE_UP_PROJ};
-  static const K3Role moe[] = {K3_ROLE_ROUTED_DOWN_PROJ, K3_ROLE_ROUTER, K3_ROLE_SHARED_GATE_PROJ, K3_ROLE_SHARED_UP_PROJ};
+  static const K3Role moe[] = {K3_ROLE_ROUTED_DOWN_PROJ, K3_ROLE_ROUTER, K3_ROLE_SHARED_GATE_PROJ,
+                               K3_ROLE_SHARED_UP_PROJ};
   K3CudaLayer *layer = &cuda->layers[i];
   if (cuda->config->layer_types[i] == K3_LAYER_KDA) K3_TRY(place_group(cuda, pool, i, kda, 6, &layer->attention));
   else K3_TRY(place_group(cuda, pool, i, mla, 3, &layer->attention));

@@ -52,8 +52,8 @@ K3Status k3_cuda_pool_take(K3CudaPool *pool, int64_t bytes, void **memory)
   if (pool->separate) return take_separately(pool, bytes, memory);
   if (!pool->base) return K3_OK;
   if (pool->used > pool->size)
-    K3_FAIL(K3_ERR_DEVICE, "device memory: counted %lld bytes and now need %lld: a fault of k3decode", (long long)pool->size,
-            (long long)pool->used);
+    K3_FAIL(K3_ERR_DEVICE, "device memory: counted %lld bytes and now need %lld: a fault of k3decode",
+            (long long)pool->size, (long long)pool->used);
   *memory = pool->base + at;
   return K3_OK;
 }

@@ -12,8 +12,8 @@ namespace {
 
 enum { THREADS = 256, BEGIN_VALUES = 2048 };
 
-__global__ void __launch_bounds__(THREADS) begin_kernel(const volatile K3CudaStepIn *in, int64_t *d_step, float *watch,
-                                                        int64_t count)
+__global__ void __launch_bounds__(THREADS)
+    begin_kernel(const volatile K3CudaStepIn *in, int64_t *d_step, float *watch, int64_t count)
 {
   k3_wait();
   int64_t at = (int64_t)blockIdx.x * BEGIN_VALUES;
@@ -91,7 +91,8 @@ __global__ void __launch_bounds__(THREADS) cache_fill_kernel(const K3CudaCacheFi
   int64_t pages = (a.start + a.page_positions - 1) / a.page_positions, count = pages * a.page_positions * a.width;
   /* Over this rank's pages: index of a value among its own rows. */
   int64_t own = (pages + a.world - 1 - a.rank) / a.world * a.page_positions * a.width;
-  for (int64_t i = blockIdx.x * (int64_t)THREADS + threadIdx.x; i < own && i < count; i += gridDim.x * (int64_t)THREADS) {
+  for (int64_t i = blockIdx.x * (int64_t)THREADS + threadIdx.x; i < own && i < count;
+       i += gridDim.x * (int64_t)THREADS) {
     int64_t row = i / a.width, column = i - row * a.width, page = row / a.page_positions * a.world + a.rank;
     int64_t position = page * a.page_positions + row % a.page_positions;
     if (position >= a.start) continue;
@@ -121,8 +122,8 @@ K3Status k3_cuda_finish(const K3CudaLaunch *launch, const K3CudaFinish *finish)
 {
   K3CudaFinish a = *finish;
   void *arguments[] = {&a};
-  return k3_cuda_launch_kernel(launch, "finish_kernel", (const void *)finish_kernel, (unsigned)(a.rows + (a.tail != NULL)),
-                               THREADS, 1, 0, arguments);
+  return k3_cuda_launch_kernel(launch, "finish_kernel", (const void *)finish_kernel,
+                               (unsigned)(a.rows + (a.tail != NULL)), THREADS, 1, 0, arguments);
 }
 
 K3Status k3_cuda_stamp(const K3CudaLaunch *launch, unsigned long long *stamp)
@@ -135,8 +136,8 @@ K3Status k3_cuda_fill(const K3CudaLaunch *launch, float *data, int64_t count, fl
 {
   if (count < 1) return K3_OK;
   void *arguments[] = {&data, &count, &mean, &deviation};
-  return k3_cuda_launch_kernel(launch, "fill_kernel", (const void *)fill_kernel, blocks_of(launch, count), THREADS, 1, 0,
-                               arguments);
+  return k3_cuda_launch_kernel(launch, "fill_kernel", (const void *)fill_kernel, blocks_of(launch, count), THREADS, 1,
+                               0, arguments);
 }
 
 K3Status k3_cuda_cache_fill(const K3CudaLaunch *launch, const K3CudaCacheFill *fill)

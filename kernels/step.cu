@@ -129,7 +129,8 @@ static K3Status head(K3Cuda *cuda, int64_t banked)
   memset(&residual, 0, sizeof residual);
   residual.banked = banked;
   K3_TRY(mix_and_norm(cuda, -1, s, cuda->output_score, K3_ROLE_FINAL_NORM, residual));
-  K3_TRY(k3_step_multiply(cuda, -1, K3_ROLE_LM_HEAD, k3_step_vector(watched(cuda, s), c->hidden_size), cuda->logits, 0));
+  K3_TRY(
+      k3_step_multiply(cuda, -1, K3_ROLE_LM_HEAD, k3_step_vector(watched(cuda, s), c->hidden_size), cuda->logits, 0));
   K3CudaPair *pair = cuda->pairs + (cuda->communicates ? cuda->rank : 0);
   K3CudaArgmax a;
   memset(&a, 0, sizeof a);

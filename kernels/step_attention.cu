@@ -40,7 +40,8 @@ K3Status k3_step_attend_kda(K3Cuda *cuda, int64_t i, K3CudaVector x)
     kda.f_b = *f_b;
   } else {
     kda.decay = cuda->projected + k3_cuda_widest_group(cuda);
-    K3_TRY(k3_step_multiply(cuda, i, K3_ROLE_F_B_PROJ, k3_step_values(kda.f_a, c->kda_head_dim), (float *)kda.decay, 0));
+    K3_TRY(
+        k3_step_multiply(cuda, i, K3_ROLE_F_B_PROJ, k3_step_values(kda.f_a, c->kda_head_dim), (float *)kda.decay, 0));
   }
   kda.q_conv = k3_cuda_tensor(cuda, i, K3_ROLE_Q_CONV)->vector;
   kda.k_conv = k3_cuda_tensor(cuda, i, K3_ROLE_K_CONV)->vector;
@@ -116,7 +117,8 @@ static K3Status attend_rows(K3Cuda *cuda, int64_t i, K3CudaPartials *parts)
   a.acc = cuda->acc;
   a.m = cuda->m;
   a.l = cuda->l;
-  cuda->phase_bytes[cuda->phase] += cuda->attention.rows * k3_config_cache_width(c) * k3_cuda_cache_element_bytes(cuda->cache_type);
+  cuda->phase_bytes[cuda->phase] +=
+      cuda->attention.rows * k3_config_cache_width(c) * k3_cuda_cache_element_bytes(cuda->cache_type);
   parts->acc = cuda->acc;
   parts->m = cuda->m;
   parts->l = cuda->l;
@@ -153,7 +155,8 @@ static K3Status return_partials(K3Cuda *cuda, K3CudaPartials *parts)
   }
   float *const send[3] = {cuda->sum_acc, cuda->sum_m, cuda->sum_l};
   float *const receive[3] = {cuda->part_acc, cuda->part_m, cuda->part_l};
-  K3Pieces acc_sent = k3_step_share_pieces(cuda, 0, K3_SHARE_MLA_HEADS, C), ml_sent = k3_step_share_pieces(cuda, 1, K3_SHARE_MLA_HEADS, 1);
+  K3Pieces acc_sent = k3_step_share_pieces(cuda, 0, K3_SHARE_MLA_HEADS, C),
+           ml_sent = k3_step_share_pieces(cuda, 1, K3_SHARE_MLA_HEADS, 1);
   K3Pieces acc_received = k3_step_equal_pieces(cuda, 2, own * C), ml_received = k3_step_equal_pieces(cuda, 3, own);
   const K3Pieces sent[3] = {acc_sent, ml_sent, ml_sent}, received[3] = {acc_received, ml_received, ml_received};
   K3_TRY(k3_cuda_mark(cuda, K3_PHASE_COMM, 0));
@@ -173,9 +176,9 @@ K3Status k3_step_attend_mla(K3Cuda *cuda, int64_t i, K3CudaVector x)
   float *q_a = cuda->projected, *kv = q_a + c->q_lora_rank, *gate = kv + width;
   K3_TRY(k3_step_multiply_group(cuda, &layer->attention, k3_step_vector(x, c->hidden_size), cuda->projected));
   K3_TRY(k3_step_multiply(cuda, i, K3_ROLE_Q_B_PROJ,
-                  k3_step_rms(q_a, k3_cuda_tensor(cuda, i, K3_ROLE_Q_A_NORM)->vector, c->low_rank_norm_eps, c->q_lora_rank, 0,
-                         c->q_lora_rank),
-                  cuda->q, 0));
+                          k3_step_rms(q_a, k3_cuda_tensor(cuda, i, K3_ROLE_Q_A_NORM)->vector, c->low_rank_norm_eps,
+                                      c->q_lora_rank, 0, c->q_lora_rank),
+                          cuda->q, 0));
   K3_TRY(prepare_queries(cuda, i, kv));
   if (exchanges(cuda)) {
     int64_t size = cuda->tensor_cores ? 2 : 4;

@@ -8,7 +8,8 @@ K3Status k3_step_feed_dense(K3Cuda *cuda, int64_t i, K3CudaVector x)
 {
   int64_t own = k3_cuda_own(cuda, K3_SHARE_DENSE);
   K3_TRY(k3_step_multiply_group(cuda, &cuda->layers[i].ffn, k3_step_vector(x, cuda->config->hidden_size), cuda->ffn_y));
-  return k3_step_multiply(cuda, i, K3_ROLE_DOWN_PROJ, k3_step_situ(cuda, cuda->ffn_y, cuda->ffn_y + own, own), cuda->branch, 0);
+  return k3_step_multiply(cuda, i, K3_ROLE_DOWN_PROJ, k3_step_situ(cuda, cuda->ffn_y, cuda->ffn_y + own, own),
+                          cuda->branch, 0);
 }
 
 /* Latent, router scores, and the shared experts' gate and up, in one launch; then latent and scores of all ranks. */
@@ -16,11 +17,12 @@ static K3Status project_latent(K3Cuda *cuda, int64_t i, K3CudaVector x)
 {
   K3CudaLinear linear = k3_step_products(cuda, k3_step_vector(x, cuda->config->hidden_size));
   k3_step_add_group(&linear, &cuda->layers[i].ffn, cuda->ffn_y);
-  if (!cuda->apart && !cuda->communicates) linear.blocks_per_sm = 1; /* gate_up's blocks can start beside them: linear.h */
+  if (!cuda->apart && !cuda->communicates) linear.blocks_per_sm = cuda->latent_blocks;
   K3_TRY(k3_step_multiply_all(cuda, &linear));
   const void *const own[2] = {cuda->ffn_y, cuda->ffn_y + k3_cuda_own(cuda, K3_SHARE_LATENT_ROWS)};
   void *const data[2] = {cuda->latent, cuda->logits_router};
-  const K3Pieces pieces[2] = {k3_step_share_pieces(cuda, 0, K3_SHARE_LATENT_ROWS, 1), k3_step_share_pieces(cuda, 1, K3_SHARE_ROUTER_ROWS, 1)};
+  const K3Pieces pieces[2] = {k3_step_share_pieces(cuda, 0, K3_SHARE_LATENT_ROWS, 1),
+                              k3_step_share_pieces(cuda, 1, K3_SHARE_ROUTER_ROWS, 1)};
   return k3_step_gather(cuda, 2, own, data, pieces, 4);
 }
 
@@ -45,7 +47,8 @@ static K3CudaRouting routing_of(const K3Cuda *cuda, int64_t i)
 /* What the chosen experts of this rank read of a matrix of all its experts, on average. */
 static int64_t chosen_bytes(const K3Cuda *cuda, const K3CudaMatrix *matrix)
 {
-  return k3_cuda_matrix_read_bytes(matrix, matrix->rows) / cuda->config->num_experts * cuda->config->num_experts_per_token;
+  return k3_cuda_matrix_read_bytes(matrix, matrix->rows) / cuda->config->num_experts *
+         cuda->config->num_experts_per_token;
 }
 
 /* Routing and the gate and up of the chosen experts of this rank. */
@@ -127,12 +130,13 @@ K3Status k3_step_feed_moe(K3Cuda *cuda, int64_t i, K3CudaVector x)
   } else { /* more ranks than bands: this one has no experts */
     K3_TRY(k3_cuda_fill(&cuda->launch, cuda->z, c->latent_size, 0.0f, 0.0f));
     if (shared > 0)
-      K3_TRY(k3_step_multiply(cuda, i, K3_ROLE_SHARED_DOWN_PROJ, k3_step_situ(cuda, shared_gate(cuda), shared_gate(cuda) + shared, shared),
-                      cuda->branch, 0));
+      K3_TRY(k3_step_multiply(cuda, i, K3_ROLE_SHARED_DOWN_PROJ,
+                              k3_step_situ(cuda, shared_gate(cuda), shared_gate(cuda) + shared, shared), cuda->branch,
+                              0));
   }
   K3_TRY(k3_step_reduce(cuda, cuda->z, c->latent_size));
   return k3_step_multiply(cuda, i, K3_ROLE_ROUTED_UP_PROJ,
-                  k3_step_rms(cuda->z, k3_cuda_tensor(cuda, i, K3_ROLE_ROUTED_NORM)->vector, c->rms_norm_eps, c->latent_size,
-                         columns.begin, columns.end - columns.begin),
-                  cuda->branch, shared > 0);
+                          k3_step_rms(cuda->z, k3_cuda_tensor(cuda, i, K3_ROLE_ROUTED_NORM)->vector, c->rms_norm_eps,
+                                      c->latent_size, columns.begin, columns.end - columns.begin),
+                          cuda->branch, shared > 0);
 }

@@ -12,7 +12,7 @@ K3Status k3_step_reduce(K3Cuda *cuda, float *data, int64_t count)
 }
 
 K3Status k3_step_gather(K3Cuda *cuda, int buffers, const void *const *own, void *const *data, const K3Pieces *pieces,
-                       int64_t size)
+                        int64_t size)
 {
   if (!cuda->communicates) return K3_OK;
   K3_TRY(k3_cuda_mark(cuda, K3_PHASE_COMM, 0));
@@ -20,7 +20,6 @@ K3Status k3_step_gather(K3Cuda *cuda, int buffers, const void *const *own, void 
   return k3_cuda_mark(cuda, cuda->phase, 0);
 }
 
-/* Rank r's piece is `width` numbers for each element it owns of `share`. `slot` picks arrays of cuda->piece. */
 K3Pieces k3_step_share_pieces(K3Cuda *cuda, int slot, K3Share share, int64_t width)
 {
   int64_t *count = cuda->piece + 2 * slot * cuda->world, *displacement = count + cuda->world;
@@ -35,7 +34,6 @@ K3Pieces k3_step_share_pieces(K3Cuda *cuda, int slot, K3Share share, int64_t wid
   return pieces;
 }
 
-/* `count` elements from each rank, rank by rank. */
 K3Pieces k3_step_equal_pieces(K3Cuda *cuda, int slot, int64_t each)
 {
   int64_t *count = cuda->piece + 2 * slot * cuda->world, *displacement = count + cuda->world;
@@ -69,7 +67,6 @@ K3CudaInput k3_step_values(const float *values, int64_t n)
   return input_of(K3_INPUT_VALUES, vector, n);
 }
 
-/* A vector that its maker quantised, where it did. */
 K3CudaInput k3_step_vector(K3CudaVector vector, int64_t n)
 {
   return input_of(vector.codes ? K3_INPUT_QUANTISED : K3_INPUT_VALUES, vector, n);
@@ -85,7 +82,6 @@ K3CudaInput k3_step_situ(const K3Cuda *cuda, const float *gate, const float *up,
   return input;
 }
 
-/* Columns [offset, offset + n) of norm ⊙ values / rms(values), values [full]. */
 K3CudaInput k3_step_rms(const float *values, const float *norm, double eps, int64_t full, int64_t offset, int64_t n)
 {
   K3CudaInput input = k3_step_values(values, n);
@@ -134,17 +130,13 @@ K3Status k3_step_multiply_group(K3Cuda *cuda, const K3CudaGroup *group, K3CudaIn
   return k3_step_multiply_all(cuda, &linear);
 }
 
-/* Loads in flight a lane: four are best where a row is short (measured on o_proj of one rank of eight: 0.3 us). */
-static int depth_of(K3Role role) { return role == K3_ROLE_KDA_O_PROJ || role == K3_ROLE_MLA_O_PROJ ? 4 : 0; }
-
-/* y = W x, or y += W x. A rank without columns contributes nothing. */
 K3Status k3_step_multiply(K3Cuda *cuda, int64_t layer, K3Role role, K3CudaInput input, float *y, int add)
 {
   const K3CudaMatrix *matrix = &k3_cuda_tensor(cuda, layer, role)->matrix;
   K3CudaLinear linear = k3_step_products(cuda, input);
   add_item(&linear, matrix, y, add);
-  linear.depth = depth_of(role);
   if (linear.count > 0) return k3_step_multiply_all(cuda, &linear);
   const K3TensorTable *table = &cuda->source->table;
-  return add ? K3_OK : k3_cuda_fill(&cuda->launch, y, table->specs[k3_tensors_find(table, layer, role)].shape[0], 0.0f, 0.0f);
+  return add ? K3_OK
+             : k3_cuda_fill(&cuda->launch, y, table->specs[k3_tensors_find(table, layer, role)].shape[0], 0.0f, 0.0f);
 }

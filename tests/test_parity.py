@@ -318,3 +318,16 @@ def test_prompt_files(folder):
         file["token_ids"] = np.array([9, 8, 7], np.int32)
     for name in ("prompt.txt", "prompt.h5", "all.h5"):
         same(decode(SMALL, folder / "again.h5", "--prompt-file", folder / name, prompt=None, ranks=2), want)
+
+
+@pytest.mark.parametrize("rank", (0, 1, 3))
+def test_slice(folder, rank):
+    """One process in a rank's place, the others not there: times, no logits to compare; every rank can be stood for."""
+    for kind in ("all", "top:3", "none"):
+        k3("run", SMALL, "--prompt", "1,2", "--steps", 3, "--slice", f"{rank}/4", "--logits", kind, "--output",
+           folder / "slice.h5", "--overwrite")
+        with h5py.File(folder / "slice.h5") as run:
+            times = run["timings/rank_step_ms"][...]
+            assert times.shape == (3, 1) and (times > 0).all() and (run["timings/phase_ms"][...].sum(2) > 0).all()
+            assert np.array_equal(times[:, 0], run["timings/step_ms"][...])
+    k3("compare", folder / "slice.h5", folder / "slice.h5", status=3)
