@@ -27,7 +27,7 @@ if [ "$status" -ne 0 ]; then
     tail -n 100 "${trs%.trs}.log"
   done
 fi
-grep -h -E '^skipped:' "$build"/tests/*.log 2>/dev/null | sort -u || :
+grep -h -E '^skipped:|^SKIPPED' "$build"/tests/*.log 2>/dev/null | sort -u || :
 if counts=$(sh tests/count_cases.sh "$build"); then
   if [ "$status" -ne 0 ]; then # the harness failed, though no case did: a test program that did not build, say
     echo "make check ended with status $status"

@@ -74,12 +74,12 @@ four_ways() {
   shift
   decode "$name-f32" "$@" --backend cuda --activations f32
   decode "$name-f32e" "$@" --backend cuda --activations f32 --graph off
-  decode "$name-int8" "$@" --backend cuda
-  decode "$name-int8e" "$@" --backend cuda --graph off
+  decode "$name-int16" "$@" --backend cuda
+  decode "$name-int16e" "$@" --backend cuda --graph off
   same "$name f32 activations" "$name-host" "$name-f32" $exact
-  same "$name int8 activations" "$name-host" "$name-int8" $codes
+  same "$name int16 activations" "$name-host" "$name-int16" $codes
   same "$name f32 eager = graph" "$name-f32" "$name-f32e" $equal
-  same "$name int8 eager = graph" "$name-int8" "$name-int8e" $equal
+  same "$name int16 eager = graph" "$name-int16" "$name-int16e" $equal
 }
 
 nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader 2>/dev/null | sed 's/^/# /'
@@ -109,9 +109,11 @@ fi
 
 if wanted shapes; then
   note shapes
+  # seeds: the default's block1 and head100 hold a near tie of the router, which a relative change of 2e-5 anywhere turns over,
+  # the host's own too (KL 0.17 and 9e-4)
   tried='iq1:experts=iq1_s,latent_size=256,moe_intermediate_size=256,trunk=q8_0 context4:context=4 context12289:context=12289
     layers12:num_layers=12,attn_res_block_size=12 layers13:num_layers=13,attn_res_block_size=12
-    layers25:num_layers=25,attn_res_block_size=12 block1:attn_res_block_size=1 head60:kda_head_dim=60 head100:kda_head_dim=100
+    layers25:num_layers=25,attn_res_block_size=12 block1:attn_res_block_size=1,seed=6 head60:kda_head_dim=60 head100:kda_head_dim=100,seed=2
     crossing:context=250 far:num_layers=1,layer_types=1,hidden_size=1024,num_heads=4,kv_lora_rank=512,qk_rope_head_dim=64,max_context=2000000+1864200'
   # NAME:OVERRIDES, NAME:OVERRIDES+CONTEXT or NAME:context=CONTEXT; far: a cache of more than 2^31 bytes
   shape_of() {
@@ -130,9 +132,9 @@ if wanted shapes; then
   for entry in $tried; do
     shape_of "$entry"
     decode "$name-f32" "$model" $options --backend cuda --activations f32
-    decode "$name-int8" "$model" $options --backend cuda
+    decode "$name-int16" "$model" $options --backend cuda
     same "$name f32 activations" "$name-host" "$name-f32" $exact
-    same "$name int8 activations" "$name-host" "$name-int8" $codes
+    same "$name int16 activations" "$name-host" "$name-int16" $codes
   done
 fi
 
@@ -151,14 +153,14 @@ if wanted k3; then
     decode "k3-$context-f32" $model $with --backend cuda --activations f32
     decode "k3-$context-f16" $model $with --backend cuda --activations f32 --cache f16
     decode "k3-$context-bf16" $model $with --backend cuda --activations f32 --cache bf16
-    decode "k3-$context-int8" $model $with --backend cuda
+    decode "k3-$context-int16" $model $with --backend cuda
   done
   wait
   for context in 0 4 4096 12289; do
     same "k3 5 layers, context $context, f32" "k3-$context-host" "k3-$context-f32" $exact
     same "k3 5 layers, context $context, f16 cache" "k3-$context-host" "k3-$context-f16" $codes
     same "k3 5 layers, context $context, bf16 cache" "k3-$context-host" "k3-$context-bf16" $codes
-    same "k3 5 layers, context $context, int8" "k3-$context-host" "k3-$context-int8" $codes
+    same "k3 5 layers, context $context, int16" "k3-$context-host" "k3-$context-int16" $codes
   done
   for cache in f32 f16; do
     K3_COMM=staged LIMIT=90 decode_ranks "k3-ranks-$cache" 2 $model --prompt 7,8 --steps 2 --context 4096 --backend cuda \

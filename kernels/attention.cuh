@@ -1,4 +1,4 @@
-/* What the attention kernels share: weights of any float or q8_0 type, sums over a warp, int8.
+/* What the attention kernels share: weights of any float or q8_0 type, sums over a warp, 16-bit codes.
  * Layer: backend (CUDA), device code. */
 #ifndef K3_KERNELS_ATTENTION_CUH
 #define K3_KERNELS_ATTENTION_CUH
@@ -8,6 +8,7 @@
 #include <stdint.h>
 
 #include "kernels/hopper.cuh"
+#include "kernels/quantise.cuh"
 #include "kernels/weights.h"
 
 static __device__ __forceinline__ float bf16_value(uint32_t half) { return __uint_as_float(half << 16); }
@@ -89,10 +90,13 @@ static __device__ __forceinline__ float warp_max(float x)
 
 static __device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 
-/* code = round(x / scale), scale = amax / 127; all zero: scale 0, code 0. NaN: amax misses it, so it goes into the scale. */
-static __device__ __forceinline__ int8_t quantised(float x, float scale)
+/* Element `at` of a vector of n, whose block of 32 has the largest magnitude `most`. */
+static __device__ __forceinline__ void put_code(const K3CudaVector &out, int64_t n, int64_t at, float x, float most)
 {
-  return scale > 0.0f ? (int8_t)__float2int_rn(x / scale) : (int8_t)0;
+  const int code = k3::code_of(x, k3::code_factor(most));
+  out.codes[at] = (int8_t)k3::high_of(code);
+  out.codes[n + at] = (int8_t)k3::low_of(code);
+  if (at % 32 == 0) out.scales[at / 32] = k3::code_scale(most);
 }
 
 #endif

@@ -3,12 +3,14 @@
  * Environment, for measuring and tests:
  *   K3_VERBOSE=1         figures on stderr: loading, what a step reads phase by phase, launching
  *   K3_PHASE_TIMES=1     phase times in captured steps too (about 190 tiny kernels more in a step of 93 layers)
- *   K3_WATCHDOG_S=60     seconds until a step counts as hung
+ *   K3_WATCHDOG_S=60     seconds until a step counts as hung; MPI between steps waits five times as long
  *   K3_PDL=0             no programmatic dependent launch
  *   K3_ROUTER=apart      routing in a kernel of its own
- *   K3_LATENT_BLOCKS=1   blocks an SM of the product before the experts
- *   K3_COMM=staged|nccl  comm_nccl.cu
+ *   K3_LATENT_BLOCKS=1   blocks an SM of the product before the experts (default: linear.h)
+ *   K3_COMM=nccl|device|staged  comm_nccl.cu, comm_device.cu
  *   K3_POOL=separate     pool.cu
+ *   K3_TEST_STOP_AT=POSITION  the last rank stops itself before that step is replayed
+ *   K3_TEST_COMM_SPIN_NS=N    comm_device.cu: nanoseconds between a rank's reading and the end of the round
  *   K3_TEST_OVERSIZED_LAUNCH=PHASE  plants a launch that must fail */
 #include <limits.h>
 #include <stdio.h>
@@ -38,8 +40,8 @@ static K3Status read_options(K3Cuda *cuda)
   default: cuda->cache_type = cuda->exact ? K3_CACHE_F32 : K3_CACHE_F16;
   }
   cuda->verbose = flag("K3_VERBOSE", 0) && (cuda->rank == 0 || cuda->options.slice_world > 0);
-  cuda->timed = flag("K3_PHASE_TIMES", 0);
-  cuda->latent_blocks = blocks && blocks[0] ? atoi(blocks) : 1;
+  cuda->timed = cuda->options.phase_times || flag("K3_PHASE_TIMES", 0);
+  cuda->latent_blocks = blocks && blocks[0] ? atoi(blocks) : 0;
   cuda->apart = router && strcmp(router, "apart") == 0;
   cuda->watchdog_s = seconds ? atof(seconds) : 60.0;
   if (!(cuda->watchdog_s > 0.0)) K3_FAIL(K3_ERR_USAGE, "K3_WATCHDOG_S=%s: wanted a number of seconds above 0", seconds);
@@ -71,29 +73,40 @@ static K3Status plant(K3Cuda *cuda)
   K3_FAIL(K3_ERR_USAGE, "K3_TEST_OVERSIZED_LAUNCH=%s: there is no such phase", phase);
 }
 
+static const char *lacks_arm(const K3Cuda *cuda, K3AttentionArm arm)
+{
+  const K3Config *c = cuda->config;
+  if (arm != K3_ATTENTION_TENSOR || k3_cuda_mla_tensor_serves(c->kv_lora_rank, c->qk_rope_head_dim, cuda->cache_type))
+    return NULL;
+  return "the tensor-core kernel serves kv_lora_rank 512, qk_rope_head_dim 64 and a 16-bit cache (--cache f16 or bf16)";
+}
+
 /* What attention's planner must know of this device. */
 static K3Status find_attention_shape(K3Cuda *cuda)
 {
-  const K3Config *c = cuda->config;
-  int banded = cuda->world > 1 && cuda->plan->cache_band == K3_CACHE_CONTEXT;
-  cuda->attend_heads = banded ? c->num_heads : k3_cuda_own(cuda, K3_SHARE_MLA_HEADS);
-  cuda->tensor_cores = k3_cuda_mla_tensor_serves(c->kv_lora_rank, c->qk_rope_head_dim, cuda->cache_type);
-  return (cuda->tensor_cores ? k3_cuda_mla_tensor_shape : k3_cuda_mla_slice_shape)(
-      &cuda->launch, cuda->attend_heads, c->kv_lora_rank, c->qk_rope_head_dim, cuda->cache_type, &cuda->shape);
+  cuda->attend_heads = k3_cuda_attend_heads(cuda, cuda->plan);
+  return k3_cuda_attention_shape(cuda, cuda->options.attention, cuda->attend_heads, &cuda->tensor_cores, &cuda->shape);
+}
+
+static void count_cache_rows(K3Cuda *cuda)
+{
+  cuda->cache_rows = k3_plan_cache_rows(cuda->plan, cuda->rank, cuda->options.capacity);
+  if (cuda->cache_rows < 1) cuda->cache_rows = 1;
 }
 
 static K3Status open_rank(K3Cuda *cuda)
 {
   const K3Config *c = cuda->config;
   K3_TRY(read_options(cuda));
+  const char *lack = lacks_arm(cuda, cuda->options.attention);
+  if (lack) K3_FAIL(K3_ERR_INPUT, "--attention %s: %s", k3_attention_arm_names[cuda->options.attention], lack);
   K3_TRY(k3_cuda_device_choose(cuda, k3_cuda_comm_is_staged()));
   K3_CUDA_TRY(cudaStreamCreateWithFlags(&cuda->stream, cudaStreamNonBlocking));
   K3_CUDA_TRY(cudaStreamCreateWithFlags(&cuda->aside, cudaStreamNonBlocking));
   K3_TRY(k3_cuda_launch_init(cuda->stream, flag("K3_PDL", 1), &cuda->launch));
   K3_TRY(plant(cuda));
   cuda->snapshots = (c->num_layers + c->attn_res_block_size - 1) / c->attn_res_block_size;
-  cuda->cache_rows = k3_plan_cache_rows(cuda->plan, cuda->rank, cuda->options.capacity);
-  if (cuda->cache_rows < 1) cuda->cache_rows = 1;
+  count_cache_rows(cuda);
   K3_TRY(k3_cuda_check_limits(cuda));
   K3_TRY(find_attention_shape(cuda));
   cuda->tensors = (K3CudaTensor *)calloc((size_t)cuda->source->table.count, sizeof *cuda->tensors);
@@ -111,7 +124,7 @@ static K3Status cuda_describe(K3Backend *backend, char *text, size_t size)
   static const char *const cache_names[] = {"f32", "bf16", "f16"};
   K3Cuda *cuda = (K3Cuda *)backend->state;
   snprintf(text, size, "%s, %s, %s activations, %s cache, %s%s%s", cuda->device_name, cuda->bus,
-           cuda->exact ? "f32" : "int8", cache_names[cuda->cache_type], cuda->options.graph ? "graph" : "eager",
+           cuda->exact ? "f32" : "int16", cache_names[cuda->cache_type], cuda->options.graph ? "graph" : "eager",
            cuda->communicates ? ", " : "",
            !cuda->communicates        ? ""
            : k3_cuda_comm_is_staged() ? "staged through MPI"
@@ -237,6 +250,51 @@ static K3Status cuda_reset(K3Backend *backend)
   return k3_cuda_wait(cuda);
 }
 
+static const char *cuda_lacks_arm(const K3Backend *backend, K3AttentionArm arm)
+{
+  return lacks_arm((const K3Cuda *)backend->state, arm);
+}
+
+static K3Status cuda_configure(K3Backend *backend, const K3Plan *plan, const K3BackendOptions *options)
+{
+  K3Cuda *cuda = (K3Cuda *)backend->state;
+  const char *lack = lacks_arm(cuda, options->attention);
+  int64_t acc = 0, ml = 0;
+  if (!cuda->options.reconfigures) K3_FAIL(K3_ERR_INPUT, "the backend was not opened to be configured again");
+  if (lack) K3_FAIL(K3_ERR_INPUT, "%s", lack);
+  for (int i = 0; i < 2; i++) K3_TRY(k3_cuda_graph_close(&cuda->graphs[i]));
+  cuda->plan = plan;
+  cuda->options.attention = options->attention;
+  cuda->options.start = options->start;
+  cuda->options.start_seed = options->start_seed;
+  cuda->options.horizon = options->horizon;
+  cuda->options.phase_times = options->phase_times;
+  cuda->timed = options->phase_times || flag("K3_PHASE_TIMES", 0);
+  count_cache_rows(cuda);
+  K3_TRY(find_attention_shape(cuda));
+  K3_TRY(k3_cuda_most_partials(cuda->shape, cuda->cache_rows, &acc, &ml));
+  if (cuda->cache_rows > cuda->held_rows || acc > cuda->held_acc || ml > cuda->held_ml ||
+      options->start >= cuda->options.capacity)
+    K3_FAIL(K3_ERR_INPUT,
+            "%lld positions of %lld, %lld cache rows, %lld floats of partials: there is room for %lld rows and %lld floats",
+            (long long)options->start, (long long)cuda->options.capacity, (long long)cuda->cache_rows, (long long)acc,
+            (long long)cuda->held_rows, (long long)cuda->held_acc);
+  K3_TRY(backend->reset(backend));
+  return k3_cuda_plan_attention(cuda, k3_plan_cache_rows(plan, cuda->rank, cuda->position + 1));
+}
+
+static void cuda_describe_attention(const K3Backend *backend, char *text, size_t size)
+{
+  const K3Cuda *cuda = (const K3Cuda *)backend->state;
+  const K3AttentionPlan *plan = &cuda->attention;
+  if (plan->slices == 0) snprintf(text, size, "not planned yet");
+  else
+    snprintf(text, size, "%s kernel, %lld heads, %lld slice%s x %lld pass%s of %lld = %lld blocks, up to %lld rows",
+             cuda->tensor_cores ? "tensor" : "core", (long long)plan->heads, (long long)plan->slices,
+             plan->slices == 1 ? "" : "s", (long long)plan->passes, plan->passes == 1 ? "" : "es",
+             (long long)plan->heads_per_pass, (long long)plan->blocks, (long long)plan->rows);
+}
+
 static void note(cudaError_t error, const char *what)
 {
   if (error != cudaSuccess) k3_cuda_failed(error, what, __FILE__, __LINE__);
@@ -249,9 +307,11 @@ static void cuda_close(K3Backend *backend)
     if (cuda->verbose && cuda->launches)
       fprintf(stderr, "# launched %lld steps in %.1f us of host time each\n", (long long)cuda->launches,
               cuda->launch_s / (double)cuda->launches * 1e6);
-    if (cuda->collectives.close) cuda->collectives.close(cuda);
+    cuda->comm->deadline_s = 0.0;
     /* a failure here is recorded; there is nobody left to pass it to */
     for (int i = 0; i < 2; i++) (void)k3_cuda_graph_close(&cuda->graphs[i]);
+    /* after the graphs: ncclCommDestroy waits for every captured collective to be released */
+    if (cuda->collectives.close) cuda->collectives.close(cuda);
     (void)k3_cuda_timer_close(&cuda->eager_timer);
     (void)k3_cuda_pool_close(&cuda->weights);
     (void)k3_cuda_pool_close(&cuda->state);
@@ -301,6 +361,9 @@ extern "C" K3Status k3_backend_open_cuda(K3Source *source, const K3Plan *plan, K
   backend->memory = cuda_memory;
   backend->load = cuda_load;
   backend->reset = cuda_reset;
+  backend->configure = cuda_configure;
+  backend->lacks_arm = cuda_lacks_arm;
+  backend->describe_attention = cuda_describe_attention;
   backend->step = k3_cuda_step;
   backend->close = cuda_close;
   K3Status status = open_rank(cuda);

@@ -114,9 +114,10 @@ typedef struct K3Cuda K3Cuda;
 
 /* All on the one stream. Counts and displacements are in elements of `size` bytes. */
 typedef struct {
-  const char *name; /* "nccl", "staged" */
+  const char *name; /* "nccl", "nccl device API", "staged" */
   int captures;     /* may stand in a graph */
   void *state;
+  void *device; /* comm_device.cu's own */
   K3Status (*all_reduce)(K3Cuda *cuda, float *data, int64_t count);
   /* Several buffers in one message: own[b] is this rank's piece of data[b], there already or elsewhere. */
   K3Status (*all_gather)(K3Cuda *cuda, int buffers, const void *const *own, void *const *data, const K3Pieces *pieces,
@@ -137,7 +138,7 @@ struct K3Cuda {
   K3Comm *comm;
   K3BackendOptions options;
   int rank, world;  /* of the plan: the slice's in slice mode */
-  int communicates; /* world > 1 (or K3_COMM=nccl) and not a slice */
+  int communicates; /* world > 1 (or K3_COMM=nccl|device) and not a slice */
   int exact;        /* float32 activations */
   K3CudaCacheType cache_type;
   int verbose, timed, apart; /* K3_VERBOSE, phase times wanted, K3_ROUTER=apart */
@@ -164,6 +165,7 @@ struct K3Cuda {
   /* Attention over the cache. */
   K3AttentionShape shape;
   K3AttentionPlan attention;
+  int64_t held_rows, held_acc, held_ml; /* cache rows, floats of acc, and of m or l, that there is room for */
   int tensor_cores;
   int64_t attend_heads; /* heads this rank attends for */
 
@@ -230,6 +232,8 @@ K3Status k3_cuda_device_choose(K3Cuda *cuda, int share);
 K3Status k3_cuda_check_limits(const K3Cuda *cuda);
 K3Status k3_cuda_place_weights(K3Cuda *cuda, K3CudaPool *pool);
 K3Status k3_cuda_place_state(K3Cuda *cuda, K3CudaPool *pool);
+/* Floats of acc, and of m or l, that plans of `shape` want while rows grow up to `most`; *acc, *ml only grow. */
+K3Status k3_cuda_most_partials(K3AttentionShape shape, int64_t most, int64_t *acc, int64_t *ml);
 int64_t k3_cuda_widest_group(const K3Cuda *cuda);
 
 /* load.cu */
@@ -237,6 +241,12 @@ K3Status k3_cuda_load_weights(K3Cuda *cuda, K3Progress progress, void *context);
 
 /* step.cu: enqueues one token; choose: with the head. */
 K3Status k3_cuda_enqueue_step(K3Cuda *cuda, int choose);
+/* The kernel that `arm` runs, and what the planner must know of it for `heads` heads; shape->rows is left 0. */
+K3Status k3_cuda_attention_shape(const K3Cuda *cuda, K3AttentionArm arm, int64_t heads, int *tensor_cores,
+                                 K3AttentionShape *shape);
+/* Heads that this rank attends for under `plan`. */
+int64_t k3_cuda_attend_heads(const K3Cuda *cuda, const K3Plan *plan);
+/* Plans for `rows` rows, and for those of options.horizon. */
 K3Status k3_cuda_plan_attention(K3Cuda *cuda, int64_t rows);
 
 /* graph.cu */
@@ -249,11 +259,14 @@ K3Status k3_cuda_timer_close(K3CudaTimer *timer);
 /* What runs from here on belongs to `phase` (idle: to nothing). Enqueues a stamp when the step is timed. */
 K3Status k3_cuda_mark(K3Cuda *cuda, K3Phase phase, int idle);
 
-/* comm_nccl.cu. K3_COMM=staged takes MPI through host memory (eager only, ranks may share a GPU); K3_COMM=nccl calls NCCL in a
- * world of one too, to test it on one GPU. */
+/* comm_nccl.cu. K3_COMM=staged takes MPI through host memory (eager only, ranks may share a GPU), nccl NCCL's plain calls, device
+ * its device API; unset: the device API where all GPUs reach each other's memory, else plain calls. nccl and device call NCCL in
+ * a world of one too, to test it on one GPU. */
 int k3_cuda_comm_is_staged(void);
 int k3_cuda_comm_is_forced(void);
 K3Status k3_cuda_comm_open(K3Cuda *cuda);
+/* comm_device.cu: takes over from NCCL's plain calls, which are open. Where it cannot: an error if `required`, else nothing changes. */
+K3Status k3_cuda_comm_device_open(K3Cuda *cuda, int required);
 
 /* service.cu: kernels around the step. */
 /* First of a step: copies *in to d_step [3] and poisons watch [count]. */

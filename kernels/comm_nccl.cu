@@ -7,6 +7,7 @@
 #include <config.h>
 #endif
 
+#include <stdio.h>
 #include <stdlib.h>
 
 #include "kernels/backend.h"
@@ -23,7 +24,7 @@ static int kind_is(const char *wanted)
 
 int k3_cuda_comm_is_staged(void) { return kind_is("staged"); }
 
-int k3_cuda_comm_is_forced(void) { return kind_is("nccl"); }
+int k3_cuda_comm_is_forced(void) { return kind_is("nccl") || kind_is("device"); }
 
 /* --- NCCL --------------------------------------------------------------------------------------------- */
 
@@ -141,7 +142,7 @@ static K3Status nccl_open(K3Cuda *cuda)
   cuda->collectives.all_to_all = nccl_all_to_all;
   cuda->collectives.poll = nccl_poll;
   cuda->collectives.close = nccl_close;
-  return K3_OK;
+  return kind_is("nccl") ? K3_OK : k3_cuda_comm_device_open(cuda, kind_is("device"));
 }
 
 #else
@@ -277,6 +278,11 @@ static K3Status staged_open(K3Cuda *cuda)
 
 K3Status k3_cuda_comm_open(K3Cuda *cuda)
 {
+  const char *kind = getenv("K3_COMM");
   if (!cuda->communicates) return K3_OK;
-  return k3_cuda_comm_is_staged() ? staged_open(cuda) : nccl_open(cuda);
+  if (kind && kind[0] && !kind_is("staged") && !kind_is("nccl") && !kind_is("device"))
+    K3_FAIL(K3_ERR_USAGE, "K3_COMM=%s: wanted nccl, device or staged, or nothing", kind);
+  K3_TRY(k3_cuda_comm_is_staged() ? staged_open(cuda) : nccl_open(cuda));
+  if (cuda->verbose) fprintf(stderr, "# collectives: %s\n", cuda->collectives.name);
+  return K3_OK;
 }

@@ -1,7 +1,7 @@
 /* Pieces of weights: how each format is loaded, decoded and multiplied. Layer: backend (CUDA), device code.
  *
- * A piece is what one lane loads at once (16 bytes of codes). Formats named …Int multiply by int8 codes of the activation
- * (dp4a), those named …Exact by its float32 values, with the weights decoded to float.
+ * A piece is what one lane loads at once (16 bytes of codes). Formats named …Int multiply by the activation's 16-bit codes, a
+ * dp4a for each of their two bytes (iq1_s: iq1_mma.cuh); those named …Exact by its float32 values, with the weights decoded to float.
  * Twin: k3_host_dequantise; source: model.md "Block formats". */
 #ifndef K3_KERNELS_DOT_CUH
 #define K3_KERNELS_DOT_CUH
@@ -15,7 +15,7 @@ namespace k3 {
 /* The input vector in shared memory. 16-byte cells stand at cell(i), so that lanes at a stride of 2, 4 or 8 cells meet
  * different banks. */
 struct SharedInput {
-  int4 *codes;          /* 16 values a cell */
+  int4 *high, *low;     /* the codes' two bytes (quantise.cuh), 16 values a cell each */
   float *scales;        /* one a block of 32 */
   float *sums;          /* scale * sum of the codes, one a block of 32 (iq1_s) */
   float4 *values;       /* 4 values a cell */
@@ -72,6 +72,9 @@ static __device__ __forceinline__ uint32_t word(const uint4 &v, int i)
 }
 static __device__ __forceinline__ int word(const int4 &v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 
+/* Σ w · code from the sums of the two planes. */
+static __device__ __forceinline__ float both(int high, int low) { return (float)(high * 256 + low); }
+
 static __device__ __forceinline__ float dot4(const float4 &x, float a, float b, float c, float d, float sum)
 {
   return fmaf(x.x, a, fmaf(x.y, b, fmaf(x.z, c, fmaf(x.w, d, sum))));
@@ -97,17 +100,22 @@ struct Q8Base {
 struct Q8Int : Q8Base {
   enum { CODES = 1, FLOATS = 0, BOOK = 0 };
   struct X {
-    int4 q;
+    int4 high, low;
     float s;
   };
-  static __device__ __forceinline__ X load_x(const SharedInput &x, int i) { return X{x.codes[cell(i)], x.scales[i >> 1]}; }
+  static __device__ __forceinline__ X load_x(const SharedInput &x, int i)
+  {
+    return X{x.high[cell(i)], x.low[cell(i)], x.scales[i >> 1]};
+  }
   static __device__ __forceinline__ float dot(const Raw &r, const X &x, const SharedInput &)
   {
-    int sum = __dp4a((int)r.w.x, x.q.x, 0);
-    sum = __dp4a((int)r.w.y, x.q.y, sum);
-    sum = __dp4a((int)r.w.z, x.q.z, sum);
-    sum = __dp4a((int)r.w.w, x.q.w, sum);
-    return (float)sum * (half_bits(r.d) * x.s);
+    int high = 0, low = 0;
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+      high = __dp4a((int)word(r.w, k), word(x.high, k), high);
+      low = __dp4a((int)word(r.w, k), word(x.low, k), low);
+    }
+    return both(high, low) * (half_bits(r.d) * x.s);
   }
 };
 struct Q8Exact : Q8Base {
@@ -157,24 +165,24 @@ struct Mxfp4Base {
 struct Mxfp4Int : Mxfp4Base {
   enum { CODES = 1, FLOATS = 0, BOOK = 0 };
   struct X {
-    int4 a, b;
+    int4 high[2], low[2];
     float s;
   };
   static __device__ __forceinline__ X load_x(const SharedInput &x, int i)
   {
-    return X{x.codes[cell(2 * i)], x.codes[cell(2 * i + 1)], x.scales[i]};
+    int a = cell(2 * i), b = cell(2 * i + 1);
+    return X{{x.high[a], x.high[b]}, {x.low[a], x.low[b]}, x.scales[i]};
   }
   static __device__ __forceinline__ float dot(const Raw &r, const X &x, const SharedInput &)
   {
-    int sum = 0;
+    int high = 0, low = 0;
 #pragma unroll
-    for (int k = 0; k < 4; k++) {
-      uint32_t w = word(r.w, k);
-      const int4 &q = k < 2 ? x.a : x.b;
-      sum = __dp4a(e2m1x4(w), word(q, (k & 1) * 2), sum);
-      sum = __dp4a(e2m1x4(w >> 16), word(q, (k & 1) * 2 + 1), sum);
+    for (int k = 0; k < 8; k++) {
+      int w = e2m1x4(word(r.w, k >> 1) >> ((k & 1) * 16));
+      high = __dp4a(w, word(x.high[k >> 2], k & 3), high);
+      low = __dp4a(w, word(x.low[k >> 2], k & 3), low);
     }
-    return (float)sum * (e8m0(r.s) * 0.5f * x.s);
+    return both(high, low) * (e8m0(r.s) * 0.5f * x.s);
   }
 };
 struct Mxfp4Exact : Mxfp4Base {
@@ -230,42 +238,8 @@ struct Iq1Base {
   /* delta minus the one that the packed entries carry */
   static __device__ __forceinline__ float shift_of(uint32_t qh) { return qh & 0x8000u ? -1.125f : -0.875f; }
 };
-struct Iq1Int : Iq1Base {
+struct Iq1Int : Iq1Base { /* multiplied by iq1_mma.cuh */
   enum { CODES = 1, FLOATS = 0, BOOK = 1 };
-  struct X {
-    int4 q[8];
-    float4 s, sum;
-  };
-  static __device__ __forceinline__ X load_x(const SharedInput &x, int i)
-  {
-    X r;
-#pragma unroll
-    for (int k = 0; k < 8; k++) r.q[k] = x.codes[cell(i * 8 + k)];
-    r.s = ((const float4 *)x.scales)[i];
-    r.sum = ((const float4 *)x.sums)[i];
-    return r;
-  }
-  static __device__ __forceinline__ float dot(const Raw &r, const X &x, const SharedInput &in)
-  {
-    float total = 0;
-#pragma unroll
-    for (int k = 0; k < 4; k++) {
-      uint32_t qs = word(r.qs, k), qh = high_of(r, k);
-      int sum = 0, high = 0; /* high: 16 times the upper nibbles' part */
-#pragma unroll
-      for (int l = 0; l < 4; l++) {
-        uint32_t e = entry(in, qs, qh, l);
-        const int4 &q = x.q[2 * k + (l >> 1)];
-        sum = __dp4a((int)(e & 0x0f0f0f0fu), word(q, (l & 1) * 2), sum);
-        high = __dp4a((int)(e & 0xf0f0f0f0u), word(q, (l & 1) * 2 + 1), high);
-      }
-      sum += high >> 4;
-      float s = k == 0 ? x.s.x : k == 1 ? x.s.y : k == 2 ? x.s.z : x.s.w;
-      float xs = k == 0 ? x.sum.x : k == 1 ? x.sum.y : k == 2 ? x.sum.z : x.sum.w;
-      total = fmaf(scale_of(qh), fmaf((float)sum, s, shift_of(qh) * xs), total);
-    }
-    return total * half_bits(r.d);
-  }
 };
 struct Iq1Exact : Iq1Base {
   enum { CODES = 0, FLOATS = 1, BOOK = 1 };

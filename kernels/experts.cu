@@ -8,7 +8,7 @@
  * Twins: k3_host_experts_gate_up, k3_host_experts_down. */
 #include "kernels/experts.h"
 
-#include "kernels/gemv.cuh"
+#include "kernels/iq1_mma.cuh"
 #include "kernels/route.cuh"
 #include "kernels/wait.cuh"
 
@@ -29,16 +29,17 @@ struct LocalExperts {
   float weight[K3_ROUTER_CHOSEN];
 };
 
-__device__ __forceinline__ void list_local(LocalExperts &l, const int32_t *ids, const float *weights, bool in_shared,
-                                           int chosen, int64_t first, int64_t local, int64_t pieces)
+/* weights NULL: left out; otherwise ids and weights lie in global memory. */
+__device__ __forceinline__ void list_local(LocalExperts &l, const int32_t *ids, const float *weights, int chosen,
+                                           int64_t first, int64_t local, int64_t pieces)
 {
   if (threadIdx.x < 32) {
     int lane = threadIdx.x;
     int64_t id = -1;
     float w = 0;
     if (lane < chosen) {
-      id = (in_shared ? ids[lane] : __ldcg(ids + lane)) - first;
-      w = in_shared ? weights[lane] : __ldcg(weights + lane);
+      id = (weights ? __ldcg(ids + lane) : ids[lane]) - first;
+      if (weights) w = __ldcg(weights + lane);
     }
     bool here = id >= 0 && id < local;
     uint32_t mask = __ballot_sync(0xffffffffu, here);
@@ -50,6 +51,15 @@ __device__ __forceinline__ void list_local(LocalExperts &l, const int32_t *ids, 
     if (lane == 0) l.count = __popc(mask);
   }
   __syncthreads();
+}
+
+/* This block's part of `rows`, in whole groups of ROWS (rows · blocks fits 32 bits). */
+template <int ROWS>
+__device__ __forceinline__ void share_rows(int rows, int *begin, int *end)
+{
+  unsigned groups = (unsigned)(rows + ROWS - 1) / ROWS;
+  *begin = min(rows, (int)(groups * blockIdx.x / gridDim.x) * ROWS);
+  *end = min(rows, (int)(groups * (blockIdx.x + 1) / gridDim.x) * ROWS);
 }
 
 /* ---- gate and up ---- */
@@ -74,7 +84,7 @@ struct GateUpMap {
   }
 };
 
-template <class F, int D, bool KEEP>
+template <class F, int D>
 __global__ void __launch_bounds__(THREADS, 1) gate_up_kernel(const __grid_constant__ GateUpArguments a)
 {
   extern __shared__ __align__(128) char memory[];
@@ -85,7 +95,9 @@ __global__ void __launch_bounds__(THREADS, 1) gate_up_kernel(const __grid_consta
   SharedInput in = shared_input(memory, a.shared);
   float *segments = (float *)(memory + a.shared.segments);
   fill_codebook(in, e.gate.codebook);
-  k3_wait();
+  float bias[2];
+  if (e.route) fetch_bias(e.routing, bias);
+  k3_wait_early();
   /* y under way while the experts are chosen */
   float held[2][4];
   int here = threadIdx.x * 4, next = here + blockDim.x * 4, padded = ((int)e.y.n + 127) / 128 * 128;
@@ -97,20 +109,24 @@ __global__ void __launch_bounds__(THREADS, 1) gate_up_kernel(const __grid_consta
   int chosen = e.routing.chosen;
   int64_t expert_pieces = e.band * a.tiling.pieces;
   if (e.route) {
-    route(e.routing, routed);
-    if (blockIdx.x == 0 && threadIdx.x < chosen) {
-      e.ids[threadIdx.x] = routed.ids[threadIdx.x];
-      e.weights[threadIdx.x] = routed.weights[threadIdx.x];
+    route_ids(e.routing, bias, routed);
+    list_local(local, routed.ids, NULL, chosen, e.first, e.local, expert_pieces);
+    if (blockIdx.x == gridDim.x - 1 && threadIdx.x < 32) {
+      float weight = route_weight(e.routing, routed);
+      if (threadIdx.x < chosen) {
+        e.ids[threadIdx.x] = routed.ids[threadIdx.x];
+        e.weights[threadIdx.x] = weight;
+      }
     }
-    list_local(local, routed.ids, routed.weights, true, chosen, e.first, e.local, expert_pieces);
   } else {
-    list_local(local, e.ids, e.weights, false, chosen, e.first, e.local, expert_pieces);
+    list_local(local, e.ids, e.weights, chosen, e.first, e.local, expert_pieces);
   }
-  int pairs = local.count * (int)e.band;
-  int begin = (int)((int64_t)pairs * blockIdx.x / gridDim.x), end = (int)((int64_t)pairs * (blockIdx.x + 1) / gridDim.x);
+  typedef RowsOf<F, D, GateUpMap> Rows;
+  int begin, end;
+  share_rows<(Rows::ROWS + 1) / 2>(local.count * (int)e.band, &begin, &end);
   if (begin >= end) return;
   GateUpMap map{parts_of(e.gate), parts_of(e.up), &local, a.tiling.pieces, (int)e.band, a.magic};
-  Gemv<F, D, GateUpMap> gemv(map, a.tiling, 2 * begin, 2 * end);
+  typename Rows::Type gemv(map, a.tiling, 2 * begin, 2 * end);
   gemv.preload();
   if (hold) {
     if (here < padded) put4(in, here, held[0]);
@@ -119,8 +135,7 @@ __global__ void __launch_bounds__(THREADS, 1) gate_up_kernel(const __grid_consta
     fill_input(e.y, in, scratch);
   }
   __syncthreads();
-  if constexpr (KEEP) gemv.run_kept(in, segments);
-  else gemv.run(in, segments);
+  gemv.run(in, segments);
   __syncthreads();
   for (int i = threadIdx.x; i < end - begin; i += blockDim.x)
     e.hidden[begin + i] = situ(gemv.row_sum(segments, 2 * i), gemv.row_sum(segments, 2 * i + 1), e.situ_beta,
@@ -150,12 +165,6 @@ struct DownMap {
   }
 };
 
-__device__ __forceinline__ void share_rows(int64_t rows, int *begin, int *end)
-{
-  *begin = (int)(rows * blockIdx.x / gridDim.x);
-  *end = (int)(rows * (blockIdx.x + 1) / gridDim.x);
-}
-
 /* Four hidden values at i … (n in all): times the weight of their expert, into shared memory. */
 __device__ __forceinline__ void put_hidden(const LocalExperts &local, const SharedInput &in, int i, int n, uint32_t band_magic,
                                            float v[4])
@@ -182,8 +191,9 @@ __global__ void __launch_bounds__(THREADS, 1) down_kernel(const __grid_constant_
   /* 1. Before the wait: the codebook, and the first of the shared experts' weights. */
   fill_codebook(in, e.down.codebook);
   int shared_begin = 0, shared_end = 0, begin, end;
-  if (e.shared.y) share_rows(e.shared.matrix.rows, &shared_begin, &shared_end);
-  share_rows(e.latent, &begin, &end);
+  if (e.shared.y) share_rows<1>((int)e.shared.matrix.rows, &shared_begin, &shared_end);
+  typedef RowsOf<F, D, DownMap> Rows;
+  share_rows<Rows::ROWS>((int)e.latent, &begin, &end);
   Gemv<S, 4, PlainMap> shared(PlainMap{parts_of(e.shared.matrix), a.shared_tiling.pieces}, a.shared_tiling, shared_begin,
                               shared_end);
   shared.preload();
@@ -194,15 +204,20 @@ __global__ void __launch_bounds__(THREADS, 1) down_kernel(const __grid_constant_
   int round = blockDim.x * 4, all = e.chosen * (int)e.band;
 #pragma unroll
   for (int r = 0; r < HELD_ROUNDS; r++) fetch4(e.hidden, threadIdx.x * 4 + r * round, all, held[r]);
-  list_local(local, e.ids, e.weights, false, e.chosen, e.first, e.local, e.latent * a.pieces);
+  float situ_held[2][2];
+  if (shared_begin < shared_end && e.shared_input.kind == K3_INPUT_SITU) fetch_situ(e.shared_input, threadIdx.x, situ_held);
+  list_local(local, e.ids, e.weights, e.chosen, e.first, e.local, e.latent * a.pieces);
   if (local.count == 0) {
     for (int i = begin + threadIdx.x; i < end; i += blockDim.x) e.z[i] = 0.0f;
     end = begin;
   }
   Tiling tiling = tiling_of(max(1, local.count) * a.pieces);
-  Gemv<F, D, DownMap> gemv(DownMap{parts_of(e.down), &local, a.pieces, a.magic}, tiling, begin, end);
+  typename Rows::Type gemv(DownMap{parts_of(e.down), &local, a.pieces, a.magic}, tiling, begin, end);
   gemv.preload();
-  if (shared_begin < shared_end) fill_input(e.shared_input, shared_in, scratch);
+  if (shared_begin < shared_end) {
+    if (e.shared_input.kind == K3_INPUT_SITU) fill_situ(e.shared_input, shared_in, situ_held);
+    else fill_input(e.shared_input, shared_in, scratch);
+  }
   if (begin < end) { /* the hidden vectors of the local experts, one after another, each times its weight */
     int n = local.count * (int)e.band, padded = (n + 127) / 128 * 128;
 #pragma unroll
@@ -235,18 +250,17 @@ int piece_values(K3Type type)
   return values[type];
 }
 
-const void *gate_up_of(K3Type type, int exact, int keep)
+const void *gate_up_of(K3Type type, int exact)
 {
   switch (type) {
-  case K3_TYPE_F32: return (const void *)gate_up_kernel<F32, 4, false>;
-  case K3_TYPE_BF16: return (const void *)gate_up_kernel<Bf16, 4, false>;
+  case K3_TYPE_F32: return (const void *)gate_up_kernel<F32, 4>;
+  case K3_TYPE_BF16: return (const void *)gate_up_kernel<Bf16, 4>;
   case K3_TYPE_Q8_0:
-    return exact ? (const void *)gate_up_kernel<Q8Exact, 2, false> : (const void *)gate_up_kernel<Q8Int, 6, false>;
+    return exact ? (const void *)gate_up_kernel<Q8Exact, 2> : (const void *)gate_up_kernel<Q8Int, 6>;
   case K3_TYPE_MXFP4:
-    return exact ? (const void *)gate_up_kernel<Mxfp4Exact, 2, false> : (const void *)gate_up_kernel<Mxfp4Int, 6, false>;
+    return exact ? (const void *)gate_up_kernel<Mxfp4Exact, 2> : (const void *)gate_up_kernel<Mxfp4Int, 6>;
   default:
-    if (exact) return (const void *)gate_up_kernel<Iq1Exact, 2, false>;
-    return keep ? (const void *)gate_up_kernel<Iq1Int, 4, true> : (const void *)gate_up_kernel<Iq1Int, 3, false>;
+    return exact ? (const void *)gate_up_kernel<Iq1Exact, 2> : (const void *)gate_up_kernel<Iq1Int, 2>;
   }
 }
 
@@ -262,7 +276,7 @@ const void *down_of(K3Type type, int exact)
   case K3_TYPE_MXFP4:
     return exact ? (const void *)down_kernel<Mxfp4Exact, 2, Q8Exact> : (const void *)down_kernel<Mxfp4Int, 6, Q8Int>;
   default:
-    return exact ? (const void *)down_kernel<Iq1Exact, 2, Q8Exact> : (const void *)down_kernel<Iq1Int, 3, Q8Int>;
+    return exact ? (const void *)down_kernel<Iq1Exact, 2, Q8Exact> : (const void *)down_kernel<Iq1Int, 2, Q8Int>;
   }
 }
 
@@ -297,11 +311,12 @@ K3Status k3_cuda_experts_gate_up(const K3CudaLaunch *launch, const K3CudaExperts
   a.tiling = tiling_of((int)(e->gate.cols / values));
   a.magic = magic_of(e->band);
   unsigned grid = (unsigned)launch->sm_count;
-  int rows = 2 * (int)(e->routing.chosen * e->band / grid + 1);
+  int iq1 = e->gate.type == K3_TYPE_IQ1_S && !exact;
+  int rows = 2 * (int)(e->routing.chosen * e->band / grid + (iq1 ? 16 : 1));
   a.shared = plan_shared(0, e->y.n, !exact, exact, e->gate.type == K3_TYPE_IQ1_S,
-                         segment_floats(rows, a.tiling.lanes, threads / 32));
+                         iq1 ? iq1_segment_floats(rows, a.tiling.pieces) : segment_floats(rows, a.tiling.lanes, threads / 32));
   void *arguments[] = {&a};
-  return k3_cuda_launch_kernel(launch, "gate_up_kernel", gate_up_of(e->gate.type, e->exact, a.tiling.chunks == 1), grid,
+  return k3_cuda_launch_kernel(launch, "gate_up_kernel", gate_up_of(e->gate.type, e->exact), grid,
                                (unsigned)threads, 1, (size_t)a.shared.bytes, arguments);
 }
 
@@ -328,6 +343,8 @@ K3Status k3_cuda_experts_down(const K3CudaLaunch *launch, const K3CudaExpertsDow
   int fuse = e->shared.y && e->shared.matrix.type == K3_TYPE_Q8_0, warps = threads / 32;
   /* the tiling of the routed rows depends on the number of local experts: 32 rows a step at most */
   int routed_segments = ((int)(e->latent / grid) + 1 + 31) / 32 * 32 + 32 * warps;
+  if (e->down.type == K3_TYPE_IQ1_S && !exact)
+    routed_segments = iq1_segment_floats((int)(e->latent / grid) + 32, e->chosen * a.pieces);
   a.routed = plan_shared(0, e->chosen * e->band, !exact, exact, e->down.type == K3_TYPE_IQ1_S, routed_segments);
   a.shared = plan_shared(a.routed.bytes, 0, 0, 0, 0, 1);
   if (fuse) {

@@ -10,6 +10,7 @@
 
 #include "kernels/dot.cuh"
 #include "kernels/input.h"
+#include "kernels/quantise.cuh"
 
 namespace k3 {
 
@@ -140,35 +141,6 @@ struct Gemv {
     if (chunk && left) flush(sum, group, segments);
   }
 
-  /* The same where t.chunks is 1: every step of a lane meets the same part of the input, held in registers. Two rows are
-   * multiplied and reduced side by side, so that their look-ups overlap; a second row past the end is left unused. */
-  __device__ __forceinline__ void run_kept(const SharedInput &in, float *segments)
-  {
-    static_assert(DEPTH % 2 == 0, "rows go in pairs");
-    const typename F::X kept = F::load_x(in, min(lane_piece, t.pieces - 1));
-    for (int u = 0; u < left; u += DEPTH) {
-#pragma unroll
-      for (int i = 0; i < DEPTH; i += 2) {
-        if (u + i >= left) break;
-        float a = F::dot(ring[i], kept, in), b = F::dot(ring[i + 1], kept, in);
-        if (u + i + DEPTH < left) {
-          load_next(&ring[i], &load_chunk, &load_group);
-          load_next(&ring[i + 1], &load_chunk, &load_group);
-        }
-        if (lane_piece >= t.pieces) a = b = 0.0f;
-        for (int o = t.lanes >> 1; o; o >>= 1) {
-          a += __shfl_xor_sync(0xffffffffu, a, o);
-          b += __shfl_xor_sync(0xffffffffu, b, o);
-        }
-        if (lane_piece == 0) {
-          int at = ((group + u + i + warp) << (5 - t.lanes_log)) + sub;
-          segments[at] = a;
-          if (u + i + 1 < left) segments[at + (1 << (5 - t.lanes_log))] = b;
-        }
-      }
-    }
-  }
-
   /* The sum of row row_begin + i, after a block barrier behind run(). */
   __device__ __forceinline__ float row_sum(const float *segments, int i) const
   {
@@ -198,32 +170,34 @@ static __device__ __forceinline__ float block_sum(float v, float *scratch)
   return scratch[32];
 }
 
-/* Maximum that keeps NaN: a NaN activation must reach the output, not become code 0. */
-static __device__ __forceinline__ float max_nan(float a, float b)
-{
-  float r;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
-  return r;
-}
+/* The codes of four neighbours, byte by byte. */
+struct Codes4 {
+  uint32_t high, low;
+};
 
-/* Four neighbouring values of this thread, a block of 32 over 8 lanes: four codes packed; *scale is the block's. */
-static __device__ __forceinline__ uint32_t quantise4(const float v[4], float *scale, float *sum)
+/* Four neighbouring values of this thread, a block of 32 over 8 lanes; *scale is the block's; summed: *sum is
+ * scale · Σ codes. */
+static __device__ __forceinline__ Codes4 quantise4(const float v[4], bool summed, float *scale, float *sum)
 {
   float most = max_nan(max_nan(fabsf(v[0]), fabsf(v[1])), max_nan(fabsf(v[2]), fabsf(v[3])));
 #pragma unroll
   for (int o = 4; o; o >>= 1) most = max_nan(most, __shfl_xor_sync(0xffffffffu, most, o));
-  float inverse = most > 0 ? 127.0f / most : 0.0f;
-  int code[4], total = 0;
+  float factor = code_factor(most);
+  int code[4];
 #pragma unroll
-  for (int k = 0; k < 4; k++) {
-    code[k] = __float2int_rn(v[k] * inverse);
-    total += code[k];
+  for (int k = 0; k < 4; k++) code[k] = code_of(v[k], factor);
+  *scale = code_scale(most);
+  *sum = 0.0f;
+  if (summed) {
+    int total = code[0] + code[1] + code[2] + code[3];
+#pragma unroll
+    for (int o = 4; o; o >>= 1) total += __shfl_xor_sync(0xffffffffu, total, o);
+    *sum = *scale * (float)total;
   }
-#pragma unroll
-  for (int o = 4; o; o >>= 1) total += __shfl_xor_sync(0xffffffffu, total, o);
-  *scale = most / 127.0f;
-  *sum = *scale * (float)total;
-  return (code[0] & 0xff) | (code[1] & 0xff) << 8 | (code[2] & 0xff) << 16 | (uint32_t)(code[3] & 0xff) << 24;
+  Codes4 c;
+  c.high = high_of(code[0]) | high_of(code[1]) << 8 | high_of(code[2]) << 16 | (uint32_t)high_of(code[3]) << 24;
+  c.low = low_of(code[0]) | low_of(code[1]) << 8 | low_of(code[2]) << 16 | (uint32_t)low_of(code[3]) << 24;
+  return c;
 }
 
 static __device__ __forceinline__ float situ(float g, float u, float beta, float linear_beta)
@@ -233,7 +207,7 @@ static __device__ __forceinline__ float situ(float g, float u, float beta, float
 
 /* Parts of a block's dynamic shared memory, in bytes from its start; -1: absent. */
 struct SharedPlan {
-  int codes, scales, sums, values, codebook, segments, bytes;
+  int codes, low, scales, sums, values, codebook, segments, bytes;
 };
 
 static inline int take(int *at, int64_t bytes)
@@ -249,6 +223,7 @@ static inline SharedPlan plan_shared(int at, int64_t n, int codes, int floats, i
   SharedPlan p;
   int64_t padded = (n + 127) / 128 * 128;
   p.codes = codes ? take(&at, padded) : -1;
+  p.low = codes ? take(&at, padded) : -1;
   p.scales = codes ? take(&at, padded / 8) : -1;
   p.sums = codes ? take(&at, padded / 8) : -1;
   p.values = floats ? take(&at, padded * 4) : -1;
@@ -261,7 +236,8 @@ static inline SharedPlan plan_shared(int at, int64_t n, int codes, int floats, i
 static __device__ __forceinline__ SharedInput shared_input(char *memory, const SharedPlan &p)
 {
   SharedInput in;
-  in.codes = p.codes >= 0 ? (int4 *)(memory + p.codes) : nullptr;
+  in.high = p.codes >= 0 ? (int4 *)(memory + p.codes) : nullptr;
+  in.low = p.codes >= 0 ? (int4 *)(memory + p.low) : nullptr;
   in.scales = p.codes >= 0 ? (float *)(memory + p.scales) : nullptr;
   in.sums = p.codes >= 0 ? (float *)(memory + p.sums) : nullptr;
   in.values = p.values >= 0 ? (float4 *)(memory + p.values) : nullptr;
@@ -293,13 +269,37 @@ static __device__ __forceinline__ void fetch4(const float *from, int i, int n, f
 static __device__ __forceinline__ void put4(const SharedInput &in, int i, const float v[4])
 {
   if (in.values) in.values[cell(i >> 2)] = make_float4(v[0], v[1], v[2], v[3]);
-  if (in.codes) {
+  if (in.high) {
     float scale, sum;
-    uint32_t codes = quantise4(v, &scale, &sum);
-    ((uint32_t *)in.codes)[cell(i >> 4) * 4 + ((i >> 2) & 3)] = codes;
+    Codes4 codes = quantise4(v, in.codebook != nullptr, &scale, &sum);
+    int at = cell(i >> 4) * 4 + ((i >> 2) & 3);
+    ((uint32_t *)in.high)[at] = codes.high;
+    ((uint32_t *)in.low)[at] = codes.low;
     if ((threadIdx.x & 7) == 0) {
       in.scales[i >> 5] = scale;
-      in.sums[i >> 5] = sum;
+      if (in.codebook) in.sums[i >> 5] = sum; /* the sums serve iq1_s alone */
+    }
+  }
+}
+
+/* The same of one value a thread, a block of 32 over a warp: where making the value is long. */
+static __device__ __forceinline__ void put1(const SharedInput &in, int i, float v)
+{
+  if (in.values) ((float *)(in.values + cell(i >> 2)))[i & 3] = v;
+  if (in.high) {
+    float most = fabsf(v);
+#pragma unroll
+    for (int o = 16; o; o >>= 1) most = max_nan(most, __shfl_xor_sync(0xffffffffu, most, o));
+    int code = code_of(v, code_factor(most));
+    ((int8_t *)(in.high + cell(i >> 4)))[i & 15] = (int8_t)high_of(code);
+    ((int8_t *)(in.low + cell(i >> 4)))[i & 15] = (int8_t)low_of(code);
+    if (in.codebook) {
+#pragma unroll
+      for (int o = 16; o; o >>= 1) code += __shfl_xor_sync(0xffffffffu, code, o);
+    }
+    if ((threadIdx.x & 31) == 0) {
+      in.scales[i >> 5] = code_scale(most);
+      if (in.codebook) in.sums[i >> 5] = code_scale(most) * (float)code;
     }
   }
 }
@@ -337,20 +337,27 @@ static __device__ __forceinline__ void fill_rms(const K3CudaInput &input, const 
 static __device__ __forceinline__ void fill_quantised(const K3CudaInput &input, const SharedInput &in)
 {
   int n = (int)input.n, blocks = n / 32;
-  if (in.codes) {
-    const int4 *codes = (const int4 *)input.vector.codes;
+  if (in.high) {
+    const int4 *high = (const int4 *)input.vector.codes, *low = high + 2 * blocks;
     int i = threadIdx.x;
     float scale = i < blocks ? __ldcg(input.vector.scales + i) : 0.0f;
-    for (; i < 2 * blocks; i += blockDim.x) in.codes[cell(i)] = __ldcg(codes + i);
+    for (; i < 2 * blocks; i += blockDim.x) {
+      int4 h = __ldcg(high + i), l = __ldcg(low + i);
+      in.high[cell(i)] = h;
+      in.low[cell(i)] = l;
+    }
     for (i = threadIdx.x; i < blocks; i += blockDim.x)
       in.scales[i] = i == (int)threadIdx.x ? scale : __ldcg(input.vector.scales + i);
-    if (in.codebook) /* the sums serve iq1_s alone */
+    if (in.codebook)
       for (i = threadIdx.x; i < blocks; i += blockDim.x) {
-        int4 a = __ldcg(codes + 2 * i), b = __ldcg(codes + 2 * i + 1);
-        int sum = 0;
+        int sum[2] = {0, 0};
 #pragma unroll
-        for (int k = 0; k < 4; k++) sum = __dp4a(word(b, k), 0x01010101, __dp4a(word(a, k), 0x01010101, sum));
-        in.sums[i] = __ldcg(input.vector.scales + i) * (float)sum;
+        for (int p = 0; p < 2; p++) {
+          int4 a = __ldcg((p ? low : high) + 2 * i), b = __ldcg((p ? low : high) + 2 * i + 1);
+#pragma unroll
+          for (int k = 0; k < 4; k++) sum[p] = __dp4a(word(b, k), 0x01010101, __dp4a(word(a, k), 0x01010101, sum[p]));
+        }
+        in.sums[i] = __ldcg(input.vector.scales + i) * both(sum[0], sum[1]);
       }
   }
   if (in.values)
@@ -361,19 +368,38 @@ static __device__ __forceinline__ void fill_quantised(const K3CudaInput &input, 
     }
 }
 
-/* values, or situ(values, up). */
 static __device__ __forceinline__ void fill_values(const K3CudaInput &input, const SharedInput &in)
 {
   int n = (int)input.n, padded = (n + 127) / 128 * 128;
   for (int i = threadIdx.x * 4; i < padded; i += blockDim.x * 4) {
-    float v[4], w[4];
+    float v[4];
     fetch4(input.vector.values, i, n, v);
-    if (input.kind == K3_INPUT_SITU) {
-      fetch4(input.up, i, n, w);
-#pragma unroll
-      for (int k = 0; k < 4; k++) v[k] = situ(v[k], w[k], input.situ_beta, input.situ_linear_beta);
-    }
     put4(in, i, v);
+  }
+}
+
+/* values and up at i and a block's width on, for fill_situ: may be issued long before it. */
+static __device__ __forceinline__ void fetch_situ(const K3CudaInput &input, int i, float held[2][2])
+{
+#pragma unroll
+  for (int k = 0; k < 2; k++) {
+    int at = i + k * (int)blockDim.x;
+    held[k][0] = at < input.n ? __ldcg(input.vector.values + at) : 0.0f;
+    held[k][1] = at < input.n ? __ldcg(input.up + at) : 0.0f;
+  }
+}
+
+/* situ(values, up); `held`: fetch_situ at threadIdx.x. */
+static __device__ __forceinline__ void fill_situ(const K3CudaInput &input, const SharedInput &in, float held[2][2])
+{
+  int padded = ((int)input.n + 127) / 128 * 128;
+  for (int i = threadIdx.x; i < padded; i += 2 * blockDim.x) {
+    if (i != (int)threadIdx.x) fetch_situ(input, i, held);
+#pragma unroll
+    for (int k = 0; k < 2; k++) {
+      int at = i + k * (int)blockDim.x;
+      if (at < padded) put1(in, at, situ(held[k][0], held[k][1], input.situ_beta, input.situ_linear_beta));
+    }
   }
 }
 
@@ -382,7 +408,11 @@ static __device__ inline void fill_input(const K3CudaInput &input, const SharedI
 {
   if (input.kind == K3_INPUT_QUANTISED) fill_quantised(input, in);
   else if (input.kind == K3_INPUT_RMS) fill_rms(input, in, scratch);
-  else fill_values(input, in);
+  else if (input.kind == K3_INPUT_SITU) {
+    float held[2][2];
+    fetch_situ(input, threadIdx.x, held);
+    fill_situ(input, in, held);
+  } else fill_values(input, in);
 }
 
 } /* namespace k3 */

@@ -4,6 +4,7 @@
  * Position, token and row count are read from host memory by the step's first kernel, and the choice is written to host memory
  * by its last, so that one graph serves all steps of an attention plan. Two graphs: with the head and without. */
 #include <math.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <time.h>
@@ -93,10 +94,12 @@ static K3Status hangs(K3Cuda *cuda)
     if (s == -2) layer = -1, phase = "unknown";
     else name_sublayer(cuda, s - 1, &layer, &phase);
   }
+  char who[512] = "";
+  if (cuda->communicates && cuda->comm->roll_call) cuda->comm->roll_call(cuda->comm, 2.0, who, sizeof who);
   K3_FAIL(K3_ERR_DEVICE,
-          "the step at position %lld hangs in layer %lld, phase %s: nothing moved for %.0f s (K3_WATCHDOG_S)%s",
+          "the step at position %lld hangs in layer %lld, phase %s: nothing moved for %.0f s (K3_WATCHDOG_S)%s%s",
           (long long)cuda->position, (long long)layer, phase, cuda->watchdog_s,
-          cuda->communicates ? "; a collective there waits for another rank: look at the messages of the others" : "");
+          who[0] ? "; a collective there waits for another rank: " : "", who);
 }
 
 K3Status k3_cuda_wait(K3Cuda *cuda)
@@ -201,11 +204,19 @@ static K3Status run_eagerly(K3Cuda *cuda, int choose)
   return status;
 }
 
+/* Test hook: K3_TEST_STOP_AT=POSITION stops the last rank there, so that the others wait for it inside a replay. */
+static void stop_if_planted(const K3Cuda *cuda)
+{
+  const char *at = getenv("K3_TEST_STOP_AT");
+  if (at && cuda->communicates && cuda->rank == cuda->world - 1 && atoll(at) == cuda->position) raise(SIGSTOP);
+}
+
 static K3Status replay(K3Cuda *cuda, int choose)
 {
   K3CudaGraph *graph = &cuda->graphs[choose];
   cuda->waits = 0;
   if (!graph->exec || graph->plan_rows != cuda->attention.rows) K3_TRY(capture(cuda, choose));
+  stop_if_planted(cuda);
   double begin = now_s();
   K3_CUDA_TRY(cudaGraphLaunch(graph->exec, cuda->stream));
   cuda->launch_s += now_s() - begin;
@@ -238,6 +249,9 @@ K3Status k3_cuda_step(K3Backend *backend, int64_t token, int choose, int want_lo
   memset(result, 0, sizeof *result);
   result->token = -1;
   K3_TRY(check_input(cuda, token));
+  /* From the first step on, as loading takes ranks unlike times. Between steps rank 0 may wait for a slow file system, longer
+   * than a step may hang. */
+  if (cuda->communicates) cuda->comm->deadline_s = 5.0 * cuda->watchdog_s;
   if (cuda->attention.slices == 0 || rows > cuda->attention.rows) K3_TRY(k3_cuda_plan_attention(cuda, rows));
   volatile K3CudaStepIn *in = cuda->in;
   in->token = token;

@@ -244,10 +244,8 @@ __global__ void __launch_bounds__(BLOCK) kda_kernel(const K3CudaKda a)
   const int group = (first + j) / 32 * 32;
   float largest = 0.0f;
 #pragma unroll
-  for (int i = 0; i < 32; i++) largest = fmaxf(largest, fabsf(out_all[group + i] * norm));
-  const float scale = largest / 127.0f;
-  a.out.codes[at + j] = quantised(value, scale);
-  if (first + j == group) a.out.scales[(head * D + group) / 32] = scale;
+  for (int i = 0; i < 32; i++) largest = k3::max_nan(largest, fabsf(out_all[group + i] * norm));
+  put_code(a.out, channels, at + j, value, largest);
 }
 
 K3Status check(const K3CudaKda *a)
@@ -256,7 +254,7 @@ K3Status check(const K3CudaKda *a)
     K3_FAIL(K3_ERR_INPUT, "kda: %lld heads of kda_head_dim %lld (at most %d), kda_conv_kernel %lld (at most %d)",
             (long long)a->heads, (long long)a->head_dim, K3_KDA_MAX_DIM, (long long)a->kernel, K3_KDA_MAX_KERNEL);
   if (a->out.codes && a->head_dim % 32 != 0)
-    K3_FAIL(K3_ERR_INPUT, "kda: int8 output needs kda_head_dim a multiple of 32, got %lld", (long long)a->head_dim);
+    K3_FAIL(K3_ERR_INPUT, "kda: quantised output needs kda_head_dim a multiple of 32, got %lld", (long long)a->head_dim);
   if (!a->f_b.codes) return K3_OK;
   if (a->f_b.type != K3_TYPE_F32 && a->f_b.type != K3_TYPE_BF16 && a->f_b.type != K3_TYPE_Q8_0)
     K3_FAIL(K3_ERR_INPUT, "kda: f_b_proj is %s; f32, bf16 and q8_0 are served", k3_format(a->f_b.type)->name);

@@ -79,8 +79,7 @@ K3Status k3_cuda_launch_kernel(const K3CudaLaunch *launch, const char *kernel, c
   cudaError_t error = allow_shared(function, shared);
   if (error == cudaSuccess) error = cudaLaunchKernelExC(&config, function, arguments);
   if (error != cudaSuccess) {
-    cudaFuncAttributes kernel_attributes;
-    memset(&kernel_attributes, 0, sizeof kernel_attributes);
+    cudaFuncAttributes kernel_attributes = {};
     cudaError_t asked = cudaFuncGetAttributes(&kernel_attributes, function);
     K3_FAIL(K3_ERR_DEVICE,
             "launch of %s failed in layer %lld, phase %s: %s (grid %u, block %u, cluster %u, %zu bytes of dynamic and "

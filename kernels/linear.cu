@@ -1,26 +1,28 @@
 /* Fused matrix-vector products. See linear.h. Layer: backend (CUDA).
  *
- * linear_kernel: grid = SMs x blocks_per_sm, 512 threads; a block takes rows worth its share of all bytes.
+ * linear_q8_kernel …: grid = SMs x blocks_per_sm, 384 to 512 threads, as many as registers allow two blocks an SM; a block takes rows worth its share of all bytes.
  * Reads: every weight once, the input once a block (L2). Bound: memory, then the start and end of a launch.
  * linear_scalar_kernel: rows whose bytes are no multiple of 16 (plain floats of odd width); a warp a row, untuned.
  * Twin: k3_host_linear. */
 #include "kernels/linear.h"
 
-#include "kernels/gemv.cuh"
+#include "kernels/iq1_mma.cuh"
 #include "kernels/wait.cuh"
 
 namespace {
 
 using namespace k3;
 
-enum { THREADS = 512, DEPTH = 6, TWO_BLOCKS_FROM = 10000000 /* bytes: measured */ };
+enum { THREADS = 512, MIDDLE_THREADS = 448, DEEP_THREADS = 384, DEPTH = 6, TWO_BLOCKS_FROM = 10000000 /* bytes: measured */ };
 
 struct Item {
   K3CudaMatrix matrix;
   float *y;
   int add;
   int rows;
-  uint32_t cost; /* of a row, in 16 bytes */
+  uint32_t cost;  /* of a row, in 16 bytes */
+  uint64_t magic; /* 2^64 / cost + 1 */
+  uint64_t before; /* the cost of the items before it */
   Tiling tiling;
 };
 
@@ -29,23 +31,23 @@ struct Arguments {
   SharedPlan shared;
   int count, exact;
   const uint32_t *codebook;
-  uint64_t cost; /* of all rows */
+  uint64_t share, rest; /* the cost of all rows = share · blocks + rest */
   Item items[K3_LINEAR_ITEMS];
 };
 
-/* The first row of `item` that block `block` owns; `before` is the cost of the items before it. */
-__device__ __forceinline__ int first_row(const Arguments &a, const Item &item, uint64_t before, unsigned block)
+/* The first row of `item` that block `block` owns. */
+__device__ __forceinline__ int first_row(const Arguments &a, const Item &item, unsigned block)
 {
-  uint64_t at = a.cost * block / gridDim.x;
-  if (at <= before) return 0;
-  uint64_t row = (at - before + item.cost - 1) / item.cost;
+  uint64_t at = a.share * block + (block < a.rest ? block : a.rest);
+  if (at <= item.before) return 0;
+  uint64_t row = __umul64hi(at - item.before + item.cost - 1, item.magic); /* no 64-bit division: each takes about 500 cycles */
   return row < (uint64_t)item.rows ? (int)row : item.rows;
 }
 
 template <class F, int D>
-__device__ __forceinline__ Gemv<F, D, PlainMap> plain_gemv(const Item &item, int begin, int end)
+__device__ __forceinline__ typename RowsOf<F, D, PlainMap>::Type plain_gemv(const Item &item, int begin, int end)
 {
-  return Gemv<F, D, PlainMap>(PlainMap{parts_of(item.matrix), item.tiling.pieces}, item.tiling, begin, end);
+  return typename RowsOf<F, D, PlainMap>::Type(PlainMap{parts_of(item.matrix), item.tiling.pieces}, item.tiling, begin, end);
 }
 
 /* The item's rows of this block, loads already under way, and their sums out. */
@@ -71,32 +73,30 @@ __device__ __forceinline__ void linear_q8(const Arguments &a)
   SharedInput in = shared_input(memory, a.shared);
   float *segments = (float *)(memory + a.shared.segments);
   bool filled = false;
-  uint64_t before = 0;
   for (int k = 0; k < a.count; k++) {
     const Item &item = a.items[k];
-    int begin = first_row(a, item, before, blockIdx.x), end = first_row(a, item, before, blockIdx.x + 1);
-    before += (uint64_t)item.cost * (unsigned)item.rows;
+    int begin = first_row(a, item, blockIdx.x), end = first_row(a, item, blockIdx.x + 1);
     if (begin >= end) continue;
     auto gemv = plain_gemv<Q8Int, D>(item, begin, end);
     gemv.preload();
     if (!filled) {
-      k3_wait();
+      k3_wait_early();
       fill_input(a.input, in, scratch);
       __syncthreads();
       filled = true;
     }
     finish(gemv, in, item, segments, begin, end);
   }
-  if (!filled) k3_wait();
+  if (!filled) k3_wait_early();
 }
 
 /* Two blocks fit a multiprocessor, so that a successor's blocks can start under this one. */
-__global__ void __launch_bounds__(384, 2) linear_q8_deep_kernel(const __grid_constant__ Arguments a)
+__global__ void __launch_bounds__(DEEP_THREADS, 2) linear_q8_deep_kernel(const __grid_constant__ Arguments a)
 {
   linear_q8<8>(a);
 }
 
-__global__ void __launch_bounds__(THREADS, 2) linear_q8_middle_kernel(const __grid_constant__ Arguments a)
+__global__ void __launch_bounds__(MIDDLE_THREADS, 2) linear_q8_middle_kernel(const __grid_constant__ Arguments a)
 {
   linear_q8<6>(a);
 }
@@ -123,14 +123,12 @@ __device__ __forceinline__ void linear_mixed(const Arguments &a)
   SharedInput in = shared_input(memory, a.shared);
   float *segments = (float *)(memory + a.shared.segments);
   fill_codebook(in, a.codebook);
-  k3_wait();
+  k3_wait_early();
   fill_input(a.input, in, scratch);
   __syncthreads();
-  uint64_t before = 0;
   for (int k = 0; k < a.count; k++) {
     const Item &item = a.items[k];
-    int begin = first_row(a, item, before, blockIdx.x), end = first_row(a, item, before, blockIdx.x + 1);
-    before += (uint64_t)item.cost * (unsigned)item.rows;
+    int begin = first_row(a, item, blockIdx.x), end = first_row(a, item, blockIdx.x + 1);
     if (begin >= end) continue;
     switch (item.matrix.type) {
     case K3_TYPE_F32: one_item<F32, EXACT ? 2 : 4>(item, in, segments, begin, end); break;
@@ -167,7 +165,7 @@ __global__ void __launch_bounds__(THREADS) linear_scalar_kernel(const __grid_con
   extern __shared__ __align__(128) char memory[];
   __shared__ float scratch[33];
   SharedInput in = shared_input(memory, a.shared);
-  k3_wait();
+  k3_wait_early();
   fill_input(a.input, in, scratch);
   __syncthreads();
   int lane = threadIdx.x & 31, warps = gridDim.x * (blockDim.x >> 5);
@@ -210,19 +208,15 @@ K3Status k3_cuda_linear(const K3CudaLaunch *launch, const K3CudaLinear *linear)
 {
   Arguments a;
   int all_q8 = !linear->exact, scalar = 0, codes = 0, floats = 0, segments = 1;
-  int depth = linear->depth ? linear->depth : DEPTH, most_threads = depth == 8 ? 384 : THREADS;
-  int threads = linear->threads ? linear->threads : most_threads;
+  int depth = linear->depth ? linear->depth : DEPTH;
   unsigned grid = (unsigned)(launch->sm_count * blocks_per_sm(linear));
   a.input = linear->input;
   a.count = linear->count;
   a.exact = linear->exact;
   a.codebook = NULL;
-  a.cost = 0;
+  uint64_t all_cost = 0;
   if (linear->count < 1 || linear->count > K3_LINEAR_ITEMS)
     K3_FAIL(K3_ERR_INPUT, "linear: %d matrices in one launch; 1 to %d are possible", linear->count, K3_LINEAR_ITEMS);
-  if (threads % 32 || threads < 32 || threads > most_threads || (depth != 4 && depth != 6 && depth != 8))
-    K3_FAIL(K3_ERR_INPUT, "linear: %d threads a block, depth %d; a multiple of 32 up to %d and depth 4, 6 or 8 are wanted",
-            threads, depth, most_threads);
   for (int i = 0; i < linear->count; i++) {
     const K3CudaMatrix *m = &linear->items[i].matrix;
     Item *item = &a.items[i];
@@ -241,13 +235,24 @@ K3Status k3_cuda_linear(const K3CudaLaunch *launch, const K3CudaLinear *linear)
     item->rows = (int)m->rows;
     item->tiling = tiling_of((int)((m->cols + values - 1) / values));
     int64_t cost = k3_cuda_matrix_read_bytes(m, 1) / 16;
-    item->cost = (uint32_t)(cost > 0 ? cost : 1);
-    a.cost += (uint64_t)item->cost * (uint64_t)m->rows;
+    item->cost = (uint32_t)(cost > 2 ? cost : 2);
+    item->magic = ~0ull / item->cost + 1;
+    item->before = all_cost;
+    all_cost += (uint64_t)item->cost * (uint64_t)m->rows;
   }
+  int most_threads = !all_q8 || depth == 4 ? THREADS : depth == 6 ? MIDDLE_THREADS : DEEP_THREADS;
+  int threads = linear->threads ? linear->threads : most_threads;
+  if (threads % 32 || threads < 32 || threads > most_threads || (depth != 4 && depth != 6 && depth != 8))
+    K3_FAIL(K3_ERR_INPUT, "linear: %d threads a block, depth %d; a multiple of 32 up to %d and depth 4, 6 or 8 are wanted",
+            threads, depth, most_threads);
+  a.share = all_cost / grid;
+  a.rest = all_cost % grid;
   for (int i = 0; i < linear->count; i++) {
-    uint64_t share = (a.cost / grid + 1) / a.items[i].cost + 2;
+    uint64_t share = (a.share + 1) / a.items[i].cost + 2;
     int rows = share < (uint64_t)a.items[i].rows ? (int)share : a.items[i].rows;
-    int needed = segment_floats(rows, a.items[i].tiling.lanes, threads / 32);
+    int needed = a.items[i].matrix.type == K3_TYPE_IQ1_S && !linear->exact
+                     ? iq1_segment_floats(rows, a.items[i].tiling.pieces)
+                     : segment_floats(rows, a.items[i].tiling.lanes, threads / 32);
     if (needed > segments) segments = needed;
   }
   void *arguments[] = {&a};

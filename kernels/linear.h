@@ -17,10 +17,9 @@ typedef struct {
 } K3CudaLinearItem;
 
 /* y_i = W_i x (+ y_i) for all items; formats may differ.
- * exact: 0: quantised weights meet int8 codes of x (dp4a), plain floats its float32 values; 1: float32 throughout.
+ * exact: 0: quantised weights meet 16-bit codes of x (dp4a), plain floats its float32 values; 1: float32 throughout.
  * blocks_per_sm, threads, depth: tuning, 0 for the defaults (depth: 4, 6 or 8 loads in flight a lane).
- *      Two blocks an SM are the default from 10 MB on; one is better just before k3_cuda_experts_gate_up, whose blocks can then
- *      start beside them (measured: 0.8 us).
+ *      Two blocks an SM are the default from 10 MB on (measured).
  * Errors: K3_ERR_INPUT (shapes), K3_ERR_DEVICE (launch). Twin: k3_host_linear. */
 typedef struct {
   K3CudaInput input;

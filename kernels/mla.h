@@ -4,7 +4,7 @@
  *   prepare  absorbed queries of this rank's heads, and the new cache row where this rank owns the position
  *   slice    a partial (m, l, acc) for each (slice, head): CUDA cores (any cache) or tensor cores (16-bit cache)
  *   combine  slices → one partial a head, for ranks that attend for others' heads; not needed otherwise
- *   merge    partials (slices of one rank, or one partial of each rank) → W_v → gate → f32 and int8 for o_proj
+ *   merge    partials (slices of one rank, or one partial of each rank) → W_v → gate → f32 and 16-bit codes for o_proj
  *
  * Units: m is in log2, so that a weight is 2^(s - m) with s = scale · log2(e) · (q · row); partials rescale by
  * 2^(m_i - m). Empty slice: l = 0, m = -1e30, acc = 0.
@@ -28,8 +28,8 @@ static inline int64_t k3_cuda_cache_element_bytes(K3CudaCacheType type) { return
 #define K3_CUDA_EMPTY_M (-1e30f)
 
 enum {
-  K3_MLA_TENSOR_TILE_ROWS = 64, /* rows of a tile of the tensor-core arm */
-  K3_MLA_SLICE_TILE_ROWS = 32   /* … of the CUDA-core arm */
+  K3_MLA_TENSOR_TILE_ROWS = K3_ATTENTION_TENSOR_TILE_ROWS, /* rows of a tile of the tensor-core arm */
+  K3_MLA_SLICE_TILE_ROWS = K3_ATTENTION_CORE_TILE_ROWS     /* … of the CUDA-core arm */
 };
 
 /* One token's queries and cache row.

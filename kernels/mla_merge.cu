@@ -166,7 +166,7 @@ __global__ void __launch_bounds__(BLOCK) mla_merge_kernel(const K3CudaMlaMerge a
   if (!started) cluster_wait();
   barrier_wait(inputs, 0);
 
-  /* 2. rows of W_v, two a warp at a time; the gate; to the cluster for the int8 scale */
+  /* 2. rows of W_v, two a warp at a time; the gate; to the cluster for the scale of their codes */
   for (int64_t row = row_begin; row < row_end; row += 2 * WARPS) {
     float sum[2] = {0.0f, 0.0f};
     for (int64_t col0 = 0; col0 < a.latent; col0 += 512) {
@@ -196,15 +196,13 @@ __global__ void __launch_bounds__(BLOCK) mla_merge_kernel(const K3CudaMlaMerge a
   if (!a.out.codes) return; /* what others send came before `inputs` completed */
   barrier_wait(outputs, 0);
 
-  /* 3. int8, per 32 of the head's outputs */
+  /* 3. codes, per 32 of the head's outputs */
   for (int64_t at = row_begin + threadIdx.x; at < row_end; at += BLOCK) {
     const int64_t group = at / 32 * 32;
     float largest = 0.0f;
 #pragma unroll
-    for (int i = 0; i < 32; i++) largest = fmaxf(largest, fabsf(out_all[group + i]));
-    const float scale = largest / 127.0f;
-    a.out.codes[head * a.v_dim + at] = quantised(out_all[at], scale);
-    if (at == group) a.out.scales[(head * a.v_dim + at) / 32] = scale;
+    for (int i = 0; i < 32; i++) largest = k3::max_nan(largest, fabsf(out_all[group + i]));
+    put_code(a.out, a.heads * a.v_dim, head * a.v_dim + at, out_all[at], largest);
   }
 }
 
@@ -239,7 +237,7 @@ K3Status k3_cuda_mla_merge(const K3CudaLaunch *launch, const K3CudaMlaMerge *a)
     K3_FAIL(K3_ERR_INPUT, "mla_merge: kv_b_proj is [%lld, %lld], wanted [%lld, %lld]", (long long)a->kv_b.rows,
             (long long)a->kv_b.cols, (long long)(a->heads * (a->nope + a->v_dim)), (long long)a->latent);
   if (a->out.codes && a->v_dim % 32 != 0)
-    K3_FAIL(K3_ERR_INPUT, "mla_merge: int8 output needs v_head_dim a multiple of 32, got %lld", (long long)a->v_dim);
+    K3_FAIL(K3_ERR_INPUT, "mla_merge: quantised output needs v_head_dim a multiple of 32, got %lld", (long long)a->v_dim);
   void *parameters[] = {const_cast<K3CudaMlaMerge *>(a)};
   return k3_cuda_launch_kernel(launch, "mla_merge_kernel", (const void *)mla_merge_kernel, (unsigned)(a->heads * CLUSTER),
                                BLOCK, CLUSTER, 0, parameters);

@@ -201,19 +201,14 @@ K3Status k3_cuda_mla_slice_shape(const K3CudaLaunch *launch, int64_t heads, int6
 {
   K3_TRY(check_sizes(latent, rope));
   K3CudaUse use;
-  const void *kernel;
+  const void *kernel = NULL;
   K3_TRY(find_kernel(12, cache_type, &kernel));
   K3_TRY(k3_cuda_kernel_use("mla_slice_kernel", kernel, 1, block_of(latent), 1, shared_bytes(12, latent + rope), &use));
   if (use.blocks_per_sm < 1)
     K3_FAIL(K3_ERR_DEVICE, "mla_slice: %zu bytes of shared memory do not fit", shared_bytes(12, latent + rope));
-  memset(shape, 0, sizeof *shape);
-  shape->heads = heads;
-  shape->latent = latent;
+  k3_attention_kernel_shape(K3_ATTENTION_KERNEL_CORE, heads, latent, shape);
   shape->multiprocessors = launch->sm_count;
   shape->resident_blocks = use.blocks_per_sm;
-  shape->tile_rows = TILE;
-  shape->widths[0] = 4, shape->widths[1] = 12;
-  shape->unsplit_rows = K3_ATTENTION_UNSPLIT_ROWS;
   return K3_OK;
 }
 
@@ -222,7 +217,7 @@ K3Status k3_cuda_mla_slice(const K3CudaLaunch *launch, const K3CudaMlaSlice *s)
   K3_TRY(check_sizes(s->latent, s->rope));
   if (s->heads < 1 || s->slices < 1)
     K3_FAIL(K3_ERR_INPUT, "mla_slice: heads %lld, slices %lld", (long long)s->heads, (long long)s->slices);
-  const void *kernel;
+  const void *kernel = NULL;
   K3_TRY(find_kernel(s->heads_per_pass, s->cache_type, &kernel));
   SliceArguments arguments;
   arguments.heads = s->heads;

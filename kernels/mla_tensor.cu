@@ -451,19 +451,14 @@ K3Status k3_cuda_mla_tensor_shape(const K3CudaLaunch *launch, int64_t heads, int
     K3_FAIL(K3_ERR_INPUT, "mla_tensor: C %lld, R %lld, cache type %d; built for C 512, R 64 and a 16-bit cache",
             (long long)latent, (long long)rope, (int)cache_type);
   K3CudaUse use;
-  const void *kernel;
-  size_t shared;
+  const void *kernel = NULL;
+  size_t shared = 0;
   K3_TRY(find_kernel(48, cache_type, &kernel, &shared));
   K3_TRY(k3_cuda_kernel_use("mla_tensor_kernel", kernel, 1, BLOCK, 1, shared, &use));
   if (use.blocks_per_sm < 1) K3_FAIL(K3_ERR_DEVICE, "mla_tensor: %zu bytes of shared memory do not fit", shared);
-  memset(shape, 0, sizeof *shape);
-  shape->heads = heads;
-  shape->latent = latent;
+  k3_attention_kernel_shape(K3_ATTENTION_KERNEL_TENSOR, heads, latent, shape);
   shape->multiprocessors = launch->sm_count;
   shape->resident_blocks = use.blocks_per_sm;
-  shape->tile_rows = TILE;
-  shape->widths[0] = 16, shape->widths[1] = 24, shape->widths[2] = 48;
-  shape->unsplit_rows = K3_ATTENTION_UNSPLIT_ROWS;
   return K3_OK;
 }
 
@@ -475,8 +470,8 @@ K3Status k3_cuda_mla_tensor(const K3CudaLaunch *launch, const K3CudaMlaSlice *s)
   if (s->heads < 1 || s->slices < 1 || s->capacity < 1 || s->capacity > INT32_MAX)
     K3_FAIL(K3_ERR_INPUT, "mla_tensor: heads %lld, slices %lld, capacity %lld", (long long)s->heads,
             (long long)s->slices, (long long)s->capacity);
-  const void *kernel;
-  size_t shared;
+  const void *kernel = NULL;
+  size_t shared = 0;
   K3_TRY(find_kernel(s->heads_per_pass, s->cache_type, &kernel, &shared));
   TensorArguments arguments;
   memset(&arguments, 0, sizeof arguments);

@@ -194,10 +194,11 @@ __global__ void __launch_bounds__(MOST_THREADS, 1) norm_kernel(const __grid_cons
   float v[4] = {h.x * scale * norm.x, h.y * scale * norm.y, h.z * scale * norm.z, h.w * scale * norm.w};
   if (there && a.x.values) *(float4 *)(a.x.values + at) = make_float4(v[0], v[1], v[2], v[3]);
   if (a.x.codes) {
-    float block_scale, block_total;
-    uint32_t codes = quantise4(v, &block_scale, &block_total);
+    float block_scale, unused;
+    Codes4 codes = quantise4(v, false, &block_scale, &unused);
     if (there) {
-      *(uint32_t *)(a.x.codes + at) = codes;
+      *(uint32_t *)(a.x.codes + at) = codes.high;
+      *(uint32_t *)(a.x.codes + a.n + at) = codes.low;
       if ((threadIdx.x & 7) == 0) a.x.scales[at / 32] = block_scale;
     }
   }

@@ -16,8 +16,8 @@ enum { K3_NORM_BANK = 64 }; /* most banked vectors */
  *      score [n] = res_norm ⊙ res_proj (k3_cuda_norm_score makes it once; NULL when banked is 0);  norm [n]
  * out  p [n] = p';  append: bank[banked] = p' too (restart: the caller counts it from the next call on)
  *      x.values [n], x.codes, x.scales (codes NULL: no quantisation; n % 32 must be 0 otherwise)
- * early: 1 if the kernel just before this one wrote neither bank nor p (only branch): both are then read before the
- *      programmatic wait.
+ * early: 1 if bank and p were complete when the kernel just before this one let its successor start (launch.h): both are then
+ *      read before the programmatic wait.
  * Plain RMS norm + quantise: banked = 0, branch NULL, p the vector (it is not written then).
  * n <= 32768, multiple of 4. Errors: K3_ERR_INPUT, K3_ERR_DEVICE. Twins: k3_host_attn_res, k3_host_rms. */
 typedef struct {

@@ -166,23 +166,47 @@ static K3Status take_floats(K3CudaPool *pool, int64_t count, float **memory)
 static K3Status take_vector(K3CudaPool *pool, int64_t n, K3CudaVector *vector)
 {
   K3_TRY(take_floats(pool, n, &vector->values));
-  K3_TRY(k3_cuda_pool_take(pool, n, (void **)&vector->codes));
+  K3_TRY(k3_cuda_pool_take(pool, 2 * n, (void **)&vector->codes));
   return take_floats(pool, (n + 31) / 32, &vector->scales);
 }
 
-/* The most that any plan up to the whole cache wants: plans change while the context grows. */
-static K3Status most_partials(const K3Cuda *cuda, int64_t *acc, int64_t *ml)
+K3Status k3_cuda_most_partials(K3AttentionShape shape, int64_t most, int64_t *acc, int64_t *ml)
 {
-  K3AttentionShape shape = cuda->shape;
   K3AttentionPlan plan;
-  *acc = *ml = 0;
   for (int64_t rows = 1;; rows = shape.rows + 1) {
-    shape.rows = k3_attention_capacity(rows, cuda->cache_rows);
+    shape.rows = k3_attention_capacity(rows, most);
     K3_TRY(k3_attention_plan(&shape, &plan));
     *acc = max64(*acc, plan.acc_floats);
     *ml = max64(*ml, plan.ml_floats);
-    if (shape.rows >= cuda->cache_rows) return K3_OK;
+    if (shape.rows >= most) return K3_OK;
   }
+}
+
+/* The most that any plan up to the whole cache wants: plans change while the context grows, and arms when options say so. */
+static K3Status most_partials(K3Cuda *cuda)
+{
+  static const K3AttentionArm arms[] = {K3_ATTENTION_CORE, K3_ATTENTION_TENSOR};
+  static const K3CacheBand bands[] = {K3_CACHE_CONTEXT, K3_CACHE_NONE};
+  const K3Config *c = cuda->config;
+  K3AttentionShape shape;
+  int tensor_cores = 0;
+  cuda->held_rows = cuda->cache_rows;
+  cuda->held_acc = cuda->held_ml = 0;
+  K3_TRY(k3_cuda_most_partials(cuda->shape, cuda->cache_rows, &cuda->held_acc, &cuda->held_ml));
+  if (!cuda->options.reconfigures) return K3_OK;
+  for (int k = 0; k < 4; k++) {
+    K3Plan plan = *cuda->plan;
+    K3AttentionArm arm = arms[k % 2];
+    plan.cache_band = bands[k / 2];
+    int64_t rows = k3_plan_cache_rows(&plan, cuda->rank, cuda->options.capacity);
+    if (rows > cuda->cache_rows) continue; /* configure refuses that one */
+    if (arm == K3_ATTENTION_TENSOR &&
+        !k3_cuda_mla_tensor_serves(c->kv_lora_rank, c->qk_rope_head_dim, cuda->cache_type))
+      continue;
+    K3_TRY(k3_cuda_attention_shape(cuda, arm, k3_cuda_attend_heads(cuda, &plan), &tensor_cores, &shape));
+    K3_TRY(k3_cuda_most_partials(shape, max64(rows, 1), &cuda->held_acc, &cuda->held_ml));
+  }
+  return K3_OK;
 }
 
 static K3Status place_layers(K3Cuda *cuda, K3CudaPool *pool)
@@ -205,16 +229,16 @@ static K3Status place_layers(K3Cuda *cuda, K3CudaPool *pool)
 static K3Status place_attention_scratch(K3Cuda *cuda, K3CudaPool *pool)
 {
   const K3Config *c = cuda->config;
-  int64_t own = k3_cuda_own(cuda, K3_SHARE_MLA_HEADS), width = k3_config_cache_width(c), acc = 0, ml = 0;
+  int64_t own = k3_cuda_own(cuda, K3_SHARE_MLA_HEADS), width = k3_config_cache_width(c);
   int64_t outputs = max64(k3_cuda_own(cuda, K3_SHARE_KDA_HEADS) * c->kda_head_dim, own * c->v_head_dim);
-  K3_TRY(most_partials(cuda, &acc, &ml));
+  K3_TRY(most_partials(cuda));
   K3_TRY(take_floats(pool, outputs, &cuda->heads_out));
   K3_TRY(take_floats(pool, own * k3_config_qk_head_dim(c), &cuda->q));
   K3_TRY(take_floats(pool, c->num_heads * width, &cuda->query));
   K3_TRY(k3_cuda_pool_take(pool, c->num_heads * width * 2, &cuda->query16));
-  K3_TRY(take_floats(pool, acc, &cuda->acc));
-  K3_TRY(take_floats(pool, ml, &cuda->m));
-  K3_TRY(take_floats(pool, ml, &cuda->l));
+  K3_TRY(take_floats(pool, cuda->held_acc, &cuda->acc));
+  K3_TRY(take_floats(pool, cuda->held_ml, &cuda->m));
+  K3_TRY(take_floats(pool, cuda->held_ml, &cuda->l));
   K3_TRY(take_floats(pool, c->num_heads * c->kv_lora_rank, &cuda->sum_acc));
   K3_TRY(take_floats(pool, c->num_heads, &cuda->sum_m));
   K3_TRY(take_floats(pool, c->num_heads, &cuda->sum_l));

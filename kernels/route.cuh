@@ -14,13 +14,13 @@ struct RouteShared {
   float score[K3_ROUTER_EXPERTS];
   uint32_t key[K3_ROUTER_EXPERTS];
   uint32_t group_max[32];
+  int group_bad[32]; /* some score is NaN */
   int count;
   uint32_t bound;
   int32_t ids[K3_ROUTER_CHOSEN];
-  float weights[K3_ROUTER_CHOSEN];
 };
 
-/* Order-preserving bits of a float; NaN becomes the smallest. */
+/* Order-preserving bits of a float; NaN becomes 0, which no other value has. */
 static __device__ __forceinline__ uint32_t ordered(float v)
 {
   uint32_t b = __float_as_uint(v);
@@ -28,18 +28,28 @@ static __device__ __forceinline__ uint32_t ordered(float v)
   return b & 0x80000000u ? ~b : b | 0x80000000u;
 }
 
-/* All threads of a block of at least 32; ends with a barrier, ids and weights in s. Groups of 32 experts: at most 32. */
-static __device__ inline void route(const K3CudaRouting &r, RouteShared &s)
+/* This thread's first two biases: weights, so they may be fetched before the wait. */
+static __device__ __forceinline__ void fetch_bias(const K3CudaRouting &r, float bias[2])
+{
+#pragma unroll
+  for (int k = 0; k < 2; k++) {
+    int e = threadIdx.x + k * blockDim.x;
+    bias[k] = e < r.experts ? __ldg(r.bias + e) : 0.0f;
+  }
+}
+
+/* The ids of the chosen, in s; all threads of a block of whole warps. Ends with a barrier. Groups of 32 experts: at most 32.
+ * bias: from fetch_bias. */
+static __device__ inline void route_ids(const K3CudaRouting &r, float bias[2], RouteShared &s)
 {
   int lane = threadIdx.x & 31, groups = (r.experts + 31) / 32;
-  if (threadIdx.x == 0) s.count = 0, s.bound = 0;
   for (int first = threadIdx.x; first < groups * 32; first += 2 * blockDim.x) { /* two at a time: one L2 access */
-    float logit[2], bias[2];
+    float logit[2];
 #pragma unroll
     for (int k = 0; k < 2; k++) {
       int e = first + k * blockDim.x;
       logit[k] = e < r.experts ? __ldcg(r.logits + e) : 0.0f;
-      bias[k] = e < r.experts ? __ldg(r.bias + e) : 0.0f;
+      if (first != (int)threadIdx.x) bias[k] = e < r.experts ? __ldg(r.bias + e) : 0.0f;
     }
 #pragma unroll
     for (int k = 0; k < 2; k++) {
@@ -53,16 +63,19 @@ static __device__ inline void route(const K3CudaRouting &r, RouteShared &s)
         s.key[e] = key;
       }
       uint32_t most = __reduce_max_sync(0xffffffffu, key);
-      if (lane == 0) s.group_max[e >> 5] = most;
+      int bad = __ballot_sync(0xffffffffu, key == 0 && e < r.experts) != 0;
+      if (lane == 0) s.group_max[e >> 5] = most, s.group_bad[e >> 5] = bad;
     }
   }
+  if (threadIdx.x == 0) s.count = 0, s.bound = 0;
   __syncthreads();
   if (threadIdx.x < 32 && groups >= r.chosen) { /* the chosen-th largest group maximum */
     uint32_t mine = lane < groups ? s.group_max[lane] : 0;
     int rank = 0;
-    for (int g = 0; g < groups; g++) {
-      uint32_t other = s.group_max[g];
-      rank += other > mine || (other == mine && g < lane);
+#pragma unroll
+    for (int g = 0; g < 32; g++) {
+      uint32_t other = __shfl_sync(0xffffffffu, mine, g);
+      rank += g < groups && (other > mine || (other == mine && g < lane));
     }
     if (lane < groups && rank == r.chosen - 1) s.bound = mine;
   }
@@ -74,20 +87,25 @@ static __device__ inline void route(const K3CudaRouting &r, RouteShared &s)
   }
   __syncthreads();
   int count = s.count;
-  for (int c = threadIdx.x; c < count; c += blockDim.x) {
+  for (int c = threadIdx.x >> 5; c < count; c += blockDim.x >> 5) { /* a warp a candidate */
     uint64_t mine = s.candidate[c];
     int rank = 0;
-    for (int k = 0; k < count; k++) rank += s.candidate[k] > mine;
-    if (rank < r.chosen) s.ids[rank] = (int32_t)~(uint32_t)mine;
+    for (int k = 0; k < count; k += 32)
+      rank += __popc(__ballot_sync(0xffffffffu, k + lane < count && s.candidate[k + lane] > mine));
+    if (lane == 0 && rank < r.chosen) s.ids[rank] = (int32_t)~(uint32_t)mine;
   }
   __syncthreads();
-  if (threadIdx.x < 32) {
-    float score = lane < r.chosen ? s.score[s.ids[lane]] : 0.0f, sum = score;
+}
+
+/* The weights of s.ids, a lane each; one whole warp. */
+static __device__ __forceinline__ float route_weight(const K3CudaRouting &r, const RouteShared &s)
+{
+  int lane = threadIdx.x & 31;
+  float score = lane < r.chosen ? s.score[s.ids[lane]] : 0.0f, sum = score;
 #pragma unroll
-    for (int o = 16; o; o >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, o);
-    if (lane < r.chosen) s.weights[lane] = score / (r.renormalize ? sum + 1e-20f : 1.0f) * r.scaling;
-  }
-  __syncthreads();
+  for (int o = 16; o; o >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, o);
+  bool bad = __ballot_sync(0xffffffffu, lane < (r.experts + 31) / 32 && s.group_bad[lane]) != 0;
+  return bad ? NAN : score / (r.renormalize ? sum + 1e-20f : 1.0f) * r.scaling;
 }
 
 } /* namespace k3 */

@@ -17,22 +17,27 @@ enum { THREADS = 512 };
 __global__ void __launch_bounds__(THREADS) router_kernel(const __grid_constant__ K3CudaRouter a)
 {
   __shared__ RouteShared shared;
+  float bias[2];
+  if (blockIdx.x == 0) fetch_bias(a.routing, bias);
   k3_wait();
   if (blockIdx.x == 0) {
-    route(a.routing, shared);
+    route_ids(a.routing, bias, shared);
+    if (threadIdx.x >= 32) return;
+    float weight = route_weight(a.routing, shared);
     if (threadIdx.x < a.routing.chosen) {
       a.ids[threadIdx.x] = shared.ids[threadIdx.x];
-      a.weights[threadIdx.x] = shared.weights[threadIdx.x];
+      a.weights[threadIdx.x] = weight;
     }
     return;
   }
   int n = (int)a.latent.n, i = (int)((blockIdx.x - 1) * THREADS + threadIdx.x) * 4;
   if (i - (int)(threadIdx.x & 31) * 4 >= n) return; /* whole warps */
-  float v[4], scale, sum;
+  float v[4], scale, unused;
   fetch4(a.latent.vector.values, i, n, v);
-  uint32_t codes = quantise4(v, &scale, &sum);
+  Codes4 codes = quantise4(v, false, &scale, &unused);
   if (i < n) {
-    *(uint32_t *)(a.quantised.codes + i) = codes;
+    *(uint32_t *)(a.quantised.codes + i) = codes.high;
+    *(uint32_t *)(a.quantised.codes + n + i) = codes.low;
     if ((threadIdx.x & 7) == 0) a.quantised.scales[i / 32] = scale;
   }
 }

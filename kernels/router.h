@@ -14,7 +14,7 @@ enum { K3_ROUTER_EXPERTS = 1024, K3_ROUTER_CHOSEN = 32 };
  * weight = s / (sum of the chosen s + 1e-20) * scaling (without renormalize the divisor is 1).
  * in   logits [experts] f32: W_router x, of all ranks;  bias [experts] f32
  * out  ids [chosen] int32, weights [chosen] f32
- * A NaN logit ranks last (all NaN: the first ids, NaN weights). experts <= 1024, chosen <= 32. Twin: k3_host_route. */
+ * A NaN among s + bias makes all weights NaN, so that the step fails instead of going without that expert. experts <= 1024, chosen <= 32. Twin: k3_host_route. */
 typedef struct {
   int experts, chosen;
   const float *logits, *bias;

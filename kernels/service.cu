@@ -1,7 +1,7 @@
 /* Small kernels around the step: its two ends, time stamps, fills. See backend.h. Layer: backend (CUDA).
  *
  * begin_kernel: one block a row of 2,048 watched values; reads 24 bytes of host memory. finish_kernel: a block a watched row
- * (int8: H/32 scales, float: H values); the last block to finish reports to host memory. Bound: latency.
+ * (16-bit codes: H/32 scales, float: H values); the last block to finish reports to host memory. Bound: latency.
  * Twins: check_finite and choose_token of src/host/host_step.c, fill_start of src/host/host_backend.c. */
 #include <limits.h>
 

@@ -4,7 +4,7 @@
  *
  * The residual stream p is brought up to date by the norm that reads it: a sublayer leaves its output in `branch`, and the
  * next norm adds it to p (or replaces p where a block of the attention residual begins anew). The normed input of sublayer s
- * (attention of layer i: 2i, feed-forward: 2i + 1, head: 2 · layers) leaves a trace in row s of `watch`: its int8 scales, or
+ * (attention of layer i: 2i, feed-forward: 2i + 1, head: 2 · layers) leaves a trace in row s of `watch`: its scales, or
  * its values. A NaN anywhere reaches the next row, and a step that hangs leaves its last rows poisoned. */
 #include "kernels/head.h"
 #include "kernels/norm.h"
@@ -46,6 +46,7 @@ typedef struct {
   int first;   /* p is the embedding: there is no branch yet */
   int replace; /* the branch takes p's place */
   int append;  /* p joins the bank */
+  int late;    /* the kernels since the last norm are products alone: see launch.h */
 } Residual;
 
 static K3Status mix_and_norm(K3Cuda *cuda, int64_t layer, int64_t s, const float *score, K3Role norm, Residual residual)
@@ -59,7 +60,7 @@ static K3Status mix_and_norm(K3Cuda *cuda, int64_t layer, int64_t s, const float
   a.branch = residual.first ? NULL : cuda->branch;
   a.replace = residual.replace;
   a.append = residual.append;
-  a.early = !residual.first; /* the kernel before wrote the branch alone */
+  a.early = !residual.first && !residual.late; /* the kernel before wrote the branch alone */
   a.score = score;
   a.norm = k3_cuda_tensor(cuda, layer, norm)->vector;
   a.res_eps = a.eps = (float)cuda->config->rms_norm_eps;
@@ -79,6 +80,7 @@ static K3Status attention_sublayer(K3Cuda *cuda, int64_t i, int64_t *banked)
   residual.banked = *banked;
   residual.first = i == 0;
   residual.append = i % c->attn_res_block_size == 0;
+  residual.late = i > 0 && k3_config_is_dense(c, i - 1);
   K3_TRY(begin_phase(cuda, i, phase));
   K3_TRY(mix_and_norm(cuda, i, 2 * i, cuda->layers[i].attention_score, K3_ROLE_INPUT_NORM, residual));
   *banked += residual.append;
@@ -128,6 +130,7 @@ static K3Status head(K3Cuda *cuda, int64_t banked)
   Residual residual;
   memset(&residual, 0, sizeof residual);
   residual.banked = banked;
+  residual.late = k3_config_is_dense(c, c->num_layers - 1);
   K3_TRY(mix_and_norm(cuda, -1, s, cuda->output_score, K3_ROLE_FINAL_NORM, residual));
   K3_TRY(
       k3_step_multiply(cuda, -1, K3_ROLE_LM_HEAD, k3_step_vector(watched(cuda, s), c->hidden_size), cuda->logits, 0));

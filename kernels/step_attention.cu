@@ -61,8 +61,28 @@ K3Status k3_step_attend_kda(K3Cuda *cuda, int64_t i, K3CudaVector x)
 /* Context-banded cache: this rank attends for all heads over its own rows, and partials go back to the heads' owners. */
 static int exchanges(const K3Cuda *cuda) { return cuda->world > 1 && cuda->plan->cache_band == K3_CACHE_CONTEXT; }
 
+int64_t k3_cuda_attend_heads(const K3Cuda *cuda, const K3Plan *plan)
+{
+  int banded = cuda->world > 1 && plan->cache_band == K3_CACHE_CONTEXT;
+  return banded ? cuda->config->num_heads : k3_cuda_own(cuda, K3_SHARE_MLA_HEADS);
+}
+
+K3Status k3_cuda_attention_shape(const K3Cuda *cuda, K3AttentionArm arm, int64_t heads, int *tensor_cores,
+                                 K3AttentionShape *shape)
+{
+  int64_t latent = cuda->config->kv_lora_rank, rope = cuda->config->qk_rope_head_dim;
+  *tensor_cores = arm == K3_ATTENTION_TENSOR ||
+                  (arm != K3_ATTENTION_CORE && k3_cuda_mla_tensor_serves(latent, rope, cuda->cache_type));
+  K3_TRY((*tensor_cores ? k3_cuda_mla_tensor_shape : k3_cuda_mla_slice_shape)(&cuda->launch, heads, latent, rope,
+                                                                              cuda->cache_type, shape));
+  if (arm == K3_ATTENTION_UNSPLIT) shape->force_slices = 1;
+  return K3_OK;
+}
+
 K3Status k3_cuda_plan_attention(K3Cuda *cuda, int64_t rows)
 {
+  int64_t ahead = k3_plan_cache_rows(cuda->plan, cuda->rank, cuda->options.horizon);
+  if (rows < ahead) rows = ahead;
   cuda->shape.rows = k3_attention_capacity(rows, cuda->cache_rows);
   return k3_attention_plan(&cuda->shape, &cuda->attention);
 }

@@ -31,8 +31,8 @@ typedef struct {
 
 enum { K3_CODEBOOK_ENTRIES = 2048 };
 
-/* A vector as the kernels pass it on. `values` f32 [n]; when quantised also `codes` int8 [n] and `scales` f32 [n/32]:
- * scale = max|x| / 127 over 32 values, code = rint(x / scale). */
+/* A vector as the kernels pass it on. `values` f32 [n]; when quantised also `codes`, two planes of signed bytes, high [n] and
+ * low [n], and `scales` f32 [n/32]: x ≈ scale · (256 · high + low), see quantise.cuh. n is a multiple of 32 then. */
 typedef struct {
   float *values;
   int8_t *codes;

@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "commands/commands.h"
+#include "commands/session.h"
 #include "commands/version.h"
 #include "comm/comm.h"
 #include "config.h"
@@ -17,6 +18,7 @@ static const char usage[] =
   "Decodes Kimi K3 on many ranks, one to a GPU, from and to HDF5.\n"
   "\n"
   "  run MODEL      decode: under mpirun or srun (k3decode run --help)\n"
+  "  sweep MODEL    time over depth, two arms interleaved, with its noise floor: likewise under mpirun\n"
   "  synth RECIPE   write a synthetic model\n"
   "  import DIR     convert a published checkpoint to a model file\n"
   "  compare A B    parity of two run files\n"
@@ -28,7 +30,10 @@ static const char usage[] =
 
 typedef K3Status (*Command)(int argc, char **argv, K3Comm *comm);
 
-/* Commands of one process; `run` is apart, since it speaks and ends with all its ranks. */
+/* Commands of all ranks: they speak and end together, and heed signals. */
+typedef K3Status (*RankCommand)(int argc, char **argv, K3Comm *comm, int *signal);
+
+/* Commands of one process. */
 static const struct {
   const char *name;
   Command command;
@@ -54,15 +59,35 @@ static int fail(K3Status status)
   return (int)status;
 }
 
-static int run(int argc, char **argv)
+/* srun without an MPI plugin starts tasks that know nothing of each other: each would decode alone. */
+static K3Status check_launcher(const char *tasks, const K3Comm *comm)
+{
+  if (comm->world == 1 && tasks && atoi(tasks) > 1)
+    K3_FAIL(K3_ERR_USAGE, "srun started %s tasks, but MPI sees a world of one: use srun --mpi=pmix (srun --mpi=list shows what there is)", tasks);
+  return K3_OK;
+}
+
+/* On failure the lowest failing rank says why, and all end. */
+static K3Status check_start(K3Comm *comm, int decodes, char **argv)
+{
+  K3_TRY(k3_session_same_words(comm, 1, argv + 1)); /* the command: before anything that not every command does */
+  K3Status status = k3_version_check_hdf5();
+  if (status == K3_OK && decodes) status = k3_version_check_nccl();
+  return k3_comm_agree(comm, status);
+}
+
+static int run(RankCommand command, int argc, char **argv)
 {
   K3Comm *comm = NULL;
   int signal = 0;
+  const char *tasks = launched_by_mpi() ? NULL : getenv("SLURM_STEP_NUM_TASKS"); /* asked before MPI sets its own */
   K3Status status = k3_interrupt_start();
   if (status == K3_OK) status = k3_comm_open_mpi(&argc, &argv, &comm);
   if (status != K3_OK) return fail(status);
   k3_status_set_origin(comm->rank, comm->world, comm->host);
-  status = k3_command_run(argc - 1, argv + 1, comm, &signal);
+  status = check_start(comm, 1, argv);
+  if (status == K3_OK) status = k3_comm_agree(comm, check_launcher(tasks, comm));
+  if (status == K3_OK) status = command(argc - 1, argv + 1, comm, &signal);
   comm->close(comm);
   return status != K3_OK ? (int)status : signal ? 128 + signal : 0;
 }
@@ -73,13 +98,16 @@ static int other(Command command, int argc, char **argv)
   K3Status status = launched_by_mpi() ? k3_comm_open_mpi(&argc, &argv, &comm) : k3_comm_open_local(0, 1, &comm);
   if (status != K3_OK) return fail(status);
   k3_status_set_origin(comm->rank, comm->world, comm->host);
-  status = command(argc - 1, argv + 1, comm);
-  if (status != K3_OK && comm->rank == 0) fail(status);
+  status = check_start(comm, 0, argv);
+  if (status == K3_OK) {
+    status = command(argc - 1, argv + 1, comm);
+    if (status != K3_OK && comm->rank == 0) fail(status);
+  }
   comm->close(comm);
   return (int)status;
 }
 
-int main(int argc, char **argv)
+static int command(int argc, char **argv)
 {
   if (argc < 2) {
     fputs(usage, stderr);
@@ -93,11 +121,22 @@ int main(int argc, char **argv)
     k3_print_version();
     return 0;
   }
-  K3Status status = k3_version_check();
+  K3Status status = k3_version_check_mpi();
   if (status != K3_OK) return fail(status);
-  if (strcmp(argv[1], "run") == 0) return run(argc, argv);
+  if (strcmp(argv[1], "run") == 0) return run(k3_command_run, argc, argv);
+  if (strcmp(argv[1], "sweep") == 0) return run(k3_command_sweep, argc, argv);
   for (size_t i = 0; i < sizeof commands / sizeof commands[0]; i++)
     if (strcmp(argv[1], commands[i].name) == 0) return other(commands[i].command, argc, argv);
   fprintf(stderr, "k3decode: '%s' is no command\n\n%s", argv[1], usage);
   return K3_ERR_USAGE;
+}
+
+int main(int argc, char **argv)
+{
+  int status = command(argc, argv);
+  if ((fflush(stdout) != 0 || ferror(stdout)) && status == 0) {
+    fprintf(stderr, "k3decode: standard output could not be written: is its disk full?\n");
+    return K3_ERR_INPUT;
+  }
+  return status;
 }

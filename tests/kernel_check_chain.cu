@@ -136,7 +136,7 @@ void time_chain(K3Table *table, int tune)
   float *weights = (float *)k3_table_poisoned(64);
   int32_t *ids = (int32_t *)k3_table_poisoned(64);
   int64_t bytes = 0;
-  K3CudaVector x = {(float *)k3_table_poisoned(H * 4), (int8_t *)k3_table_poisoned(H), (float *)k3_table_poisoned(H / 8)};
+  K3CudaVector x = {(float *)k3_table_poisoned(H * 4), (int8_t *)k3_table_poisoned(2 * H), (float *)k3_table_poisoned(H / 8)};
   for (int s = 0; s < CHAIN_LAYERS; s++) {
     ChainLayer *l = &chain->layer[s];
     for (int k = 0; k < 2; k++) {
@@ -150,7 +150,7 @@ void time_chain(K3Table *table, int tune)
     l->out.input.kind = K3_INPUT_VALUES, l->out.input.n = 1536, l->out.input.vector.values = projected, l->out.count = 1;
     l->out.items[0].matrix = synth_matrix(Q8, H, 1536, fresh_rule(table, 1536));
     l->out.items[0].y = branch;
-    l->moe.input.n = H, l->moe.input.vector = x, l->moe.count = 1, l->moe.blocks_per_sm = 1;
+    l->moe.input.n = H, l->moe.input.vector = x, l->moe.count = 1;
     l->moe.items[0].matrix = synth_matrix(Q8, 2096, H, fresh_rule(table, H));
     l->moe.items[0].y = moe;
     K3CudaExpertsGateUp *g = &l->gate_up;

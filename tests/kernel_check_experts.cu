@@ -123,12 +123,13 @@ static void check_experts(K3Table *table, K3Type type, int exact, int experts, i
   ref_multiply(Q8, shared_down.stored, hidden_size, shared, h, want_shared);
   double shared_error = k3_table_error(shared_y, want_shared, hidden_size);
   int tight = exact || !k3_format_is_quantised(type);
-  if (tight && here) { /* controls: four code bytes of the first local expert */
+  if (tight && here) { /* controls: a code byte in each of four rows of the first local expert */
     int64_t code_bits = type == K3_TYPE_F32 ? 32 : type == K3_TYPE_BF16 ? 16 : type == Q8 ? 8 : type == K3_TYPE_MXFP4 ? 4 : 1;
-    int64_t at = local_id[0] * band * latent * code_bits / 8; /* the same element of gate and of down */
+    int64_t top = type == K3_TYPE_F32 ? 3 : type == K3_TYPE_BF16 ? 1 : 0; /* the byte that holds the exponent */
+    int64_t at = local_id[0] * band * latent * code_bits / 8 + top; /* the same element of gate and of down */
     for (int k = 0; k < 4; k++) {
-      flip((const uint8_t *)g->gate.codes + at + k, 0x77);
-      flip((const uint8_t *)d->down.codes + at + k, 0x77);
+      flip((const uint8_t *)g->gate.codes + at + k * latent * code_bits / 8, 0x77);
+      flip((const uint8_t *)d->down.codes + at + k * band * code_bits / 8, 0x77);
     }
     K3_CHECK_STATUS(k3_cuda_experts_down(&launch, d));
     float *again = (float *)k3_table_download(d->z, latent * 4);
@@ -158,18 +159,18 @@ static void check_experts(K3Table *table, K3Type type, int exact, int experts, i
     }
   }
   char shape[96];
-  double allowed = tight ? FLOAT_ALLOWED : INT8_ALLOWED;
+  double allowed = tight ? FLOAT_ALLOWED : CODES_ALLOWED;
   double gate_bytes = 2.0 * here * (double)k3_cuda_matrix_read_bytes(&g->gate, band);
   double down_bytes = here * (double)k3_cuda_matrix_read_bytes(&d->down, latent);
   double shared_bytes = (double)k3_cuda_matrix_read_bytes(&d->shared.matrix, hidden_size);
   snprintf(shape, sizeof shape, "%s %d/%d of %lld %lldx%lld %s", k3_format(type)->name, here, chosen, (long long)local,
-           (long long)band, (long long)latent, tight ? "exact" : "int8");
+           (long long)band, (long long)latent, tight ? "exact" : "int16");
   k3_table_row(table, shape, gate_error, allowed, control, &use_gate, us_gate, gate_bytes);
   snprintf(shape, sizeof shape, "%s %d x %lldx%lld %s", k3_format(type)->name, here, (long long)latent, (long long)band,
-           tight ? "exact" : "int8");
+           tight ? "exact" : "int16");
   k3_table_row(table, shape, down_error, allowed, down_control, &use_down, 0, 0);
   snprintf(shape, sizeof shape, " + shared %lldx%lld (time: both)", (long long)hidden_size, (long long)shared);
-  k3_table_row(table, shape, shared_error, exact ? FLOAT_ALLOWED : INT8_ALLOWED, INFINITY, &use_down, us_down, down_bytes + shared_bytes);
+  k3_table_row(table, shape, shared_error, exact ? FLOAT_ALLOWED : CODES_ALLOWED, INFINITY, &use_down, us_down, down_bytes + shared_bytes);
   free_matrix(&g->gate), free_matrix(&g->up), free_matrix(&d->down), free_matrix(&d->shared.matrix);
   free(logits), free(bias), free(y), free(sg), free(su), free(yd), free(got_ids), free(hidden), free(want), free(u), free(z);
   free(shared_y), free(want_z), free(part), free(h), free(want_shared), free(shared_down.stored), free(sets);

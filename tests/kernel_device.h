@@ -5,7 +5,9 @@
 #include "tests/kernel_reference.h"
 #include "tests/kernel_table.h"
 
-static const double INT8_ALLOWED = 2e-2, FLOAT_ALLOWED = 3e-6;
+/* Relative L2. The codes' own error: a step of 1/32512 of a block's largest value, which is about 2.1 deviations of 32 normal
+ * values, has the deviation 2.1 / 32512 / sqrt(12) = 2e-5 of the vector. Float32 sums: 1e-7. */
+static const double CODES_ALLOWED = 8e-5, FLOAT_ALLOWED = 3e-6;
 #define Q8 K3_TYPE_Q8_0
 
 extern uint32_t *d_codebook;      /* packed; made by main */

@@ -114,17 +114,20 @@ static inline void ref_multiply(K3Type type, const uint8_t *stored, int64_t rows
   }
 }
 
-/* The activation's codes and scales (float32, as the kernels make them), and what they stand for. */
+/* The activation's codes [2][n] and scales (float32, as the kernels make them), and what they stand for. */
 static inline void ref_quantise(const float *x, int64_t n, int8_t *codes, float *scales, double *meant)
 {
   for (int64_t b = 0; b < n / 32; b++) {
     float most = 0;
     for (int i = 0; i < 32; i++) most = fmaxf(most, fabsf(x[b * 32 + i]));
-    float inverse = most > 0 ? 127.0f / most : 0.0f;
-    scales[b] = most / 127.0f;
+    float factor = most > 1e-30f ? 32512.0f / most : 0.0f;
+    scales[b] = most / 32512.0f;
     for (int i = 0; i < 32; i++) {
-      codes[b * 32 + i] = (int8_t)rintf(x[b * 32 + i] * inverse);
-      meant[b * 32 + i] = (double)scales[b] * codes[b * 32 + i];
+      int code = (int)rintf(x[b * 32 + i] * factor), low = (code + 128) % 256 - 128;
+      if (low < -128) low += 256;
+      codes[b * 32 + i] = (int8_t)((code - low) / 256);
+      codes[n + b * 32 + i] = (int8_t)low;
+      meant[b * 32 + i] = (double)scales[b] * code;
     }
   }
 }

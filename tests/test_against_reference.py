@@ -160,7 +160,7 @@ def test_every_fault_of_the_sources_has_a_control():
     named = set()
     for file in (SOURCES / "host").glob("*.c"):
         named |= set(re.findall(r'K3_BROKEN\("(\w+)"\)', file.read_text()))
-    assert named == set(FAULTS)
+    assert named == set(FAULTS) | {"slow_unsplit"}        # right but slow: its control is in test_sweep.py
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -349,7 +349,7 @@ def test_prompt_files(base, tmp_path, output):
 @pytest.mark.parametrize("words, status, phrase", [
     (("--steps", "0"), 2, "--steps"), (("--steps", "-3"), 2, "--steps"), (("--steps", "4x"), 2, "--steps"),
     (("--steps", "99999999999999999999"), 2, "--steps"), (("--context", "0"), 2, "--context"),
-    (("--logits", "top:0"), 2, "--logits"), (("--logits", f"top:{V + 1}"), 3, f"{V} tokens"), (("--logits", "some"), 2, "--logits"),
+    (("--logits", "top:0"), 2, "--logits top:0: wanted"), (("--logits", f"top:{V + 1}"), 3, f"{V} tokens"), (("--logits", "some"), 2, "--logits"),
     (("--backend", "gpu"), 2, "--backend"), (("--cache-band", "x"), 2, "--cache-band"), (("--slice", "3/2"), 2, "--slice"),
     (("--prompt-file", "x"), 2, "exclude"), (("--nothing",), 2, "--nothing"), (("second.h5",), 2, "more than one model")])
 def test_options(base, output, words, status, phrase):
@@ -548,3 +548,78 @@ def test_file_system_without_locks(model, tmp_path):
     decode(model, tmp_path / "run.h5", ranks=2, env={"HDF5_USE_FILE_LOCKING": "FALSE"})
     refused("run", model, "--prompt", "1", "--output", tmp_path / "run.h5", phrases=("exists",),
             env={"HDF5_USE_FILE_LOCKING": "FALSE"})
+
+
+# --- what a fresh reader found ----------------------------------------------------------------------------------
+
+
+def test_prompt_from_a_pipe_is_read_whole(base, tmp_path):
+    """A pipe cannot be opened twice: the ids before the second look were once lost."""
+    ids = [n % V for n in range(1, 1200)]
+    output = tmp_path / "run.h5"
+    words = [harness.K3DECODE, "run", base, "--prompt-file", "/dev/stdin", "--steps", "1", "--output", output]
+    done = subprocess.run(words, input=harness.ids(ids), text=True, capture_output=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    with h5py.File(output, "r") as run:
+        assert list(run["prompt/token_ids"]) == ids
+
+
+@pytest.mark.parametrize("other", [("run", "--steps", 4), ("run", "--steps", 2, "--cache-band", "none"), ("info",)])
+def test_ranks_with_other_words_are_refused(base, other):
+    """mpirun's MPMD form: each would decode something else, or wait for the other for ever."""
+    first = [harness.K3DECODE, "run", "--prompt", "1", "--steps", 2, base]
+    second = [harness.K3DECODE, other[0], *(("--prompt", "1") if other[0] == "run" else ()), *other[1:], base]
+    done = Job([MPIRUN, "-n", 1, *first, ":", "-n", 1, *second]).finish()
+    assert done.status == 2 and "give all ranks the same options" in done.err, done
+
+
+def test_unwritable_standard_output_is_an_error(base):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([harness.K3DECODE, "info", base], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == 3 and "standard output" in done.stderr, done.stderr
+
+
+def test_srun_without_an_mpi_plugin_is_refused(base):
+    done = k3("run", base, "--prompt", "1", "--steps", 1, status=2, env={"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "3"})
+    assert "--mpi=pmix" in done.err, done
+
+
+def test_tokens_are_printed_on_a_terminal(base):
+    """The progress bar has the line while it runs; the ids come when it ends."""
+    if shutil.which("script") is None:
+        pytest.skip("no script(1) to make a terminal")
+    words = f"{harness.K3DECODE} run {base} --prompt 1 --steps 3"
+    plain = subprocess.run(words.split(), text=True, capture_output=True, timeout=60).stdout.splitlines()[0].split()
+    shown = subprocess.run(["script", "-qec", words, "/dev/null"], text=True, capture_output=True, timeout=60).stdout
+    assert len(plain) == 3 and " ".join(plain) in shown
+
+
+@pytest.mark.parametrize("command", ["info", "run"])
+def test_fifo_is_refused(tmp_path, command):
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    refused(command, fifo, *(("--prompt", "1") if command == "run" else ()), phrases=[fifo], timeout=20)
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_interrupted_synth_leaves_nothing(tmp_path, sent):
+    output = tmp_path / "big.h5"
+    job = harness.start("synth", "k3:num_layers=3,num_experts=64", "--output", output)
+    end = time.monotonic() + 30
+    while not list(tmp_path.iterdir()) and time.monotonic() < end:
+        time.sleep(0.01)
+    job.process.send_signal(sent)
+    done = job.finish()
+    assert done.status == 3 and "stopped by signal" in done.err, done
+    assert not list(tmp_path.iterdir())
+
+
+def test_overwritten_output_survives_a_failed_load(base, model, tmp_path):
+    """The old run goes only when there is something to put in its place."""
+    output = tmp_path / "run.h5"
+    k3("run", base, "--prompt", "1", "--steps", 2, "--output", output)
+    before = output.read_bytes()
+    with h5py.File(model, "r+") as file:
+        del file["/layers/000/q_proj"]
+    k3("run", model, "--prompt", "1", "--steps", 2, "--output", output, "--overwrite", status=3)
+    assert output.read_bytes() == before

@@ -289,7 +289,7 @@ def test_refusal_lists_worlds_that_work(folder, words, world, works):
     result = refused("run", model, "--prompt", "1", "--output", folder / "no.h5", ranks=world,
                      phrases=("o_proj", f"a world of {world} ranks cannot work"))
     assert not (folder / "no.h5").exists()
-    listed = re.search(r"world sizes that work: 1 to (\d+)", result.err)
+    listed = re.search(r"the only world size that works: (1)$" if works == 1 else r"world sizes that work: 1 to (\d+)$", result.err, re.M)
     assert listed and int(listed[1]) == works, result
     want = decode(model, folder / "one.h5", steps=2)
     if works > 1:

@@ -26,6 +26,7 @@ struct K3Comm {
   int local_rank, local_world; /* among the ranks of this host (MPI split by shared memory) */
   int alone; /* 1: this process stands for `rank` of `world`, the others are not there (k3_comm_open_local) */
   char host[256];
+  double deadline_s; /* above 0: a call that waits longer for another rank fails, and says who is missing */
   void *state;                 /* the implementation's */
 
   /* In place over `data` [count]. */
@@ -40,6 +41,9 @@ struct K3Comm {
                      K3Element element);
   K3Status (*broadcast)(K3Comm *comm, void *data, int64_t count, K3Element element, int root);
   K3Status (*barrier)(K3Comm *comm);
+  /* Who does not answer within `seconds`, in words; for ranks that have waited too long and will end, all at about the
+   * same time. NULL: nobody to ask. */
+  void (*roll_call)(K3Comm *comm, double seconds, char *text, size_t size);
   /* Ends the ranks' use of it and frees it. */
   void (*close)(K3Comm *comm);
 };

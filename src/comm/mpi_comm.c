@@ -55,45 +55,121 @@ static K3Status narrow_pieces(K3Comm *comm, K3Pieces pieces, int slot, const cha
   return K3_OK;
 }
 
+/* --- waiting no longer than the deadline ------------------------------------------------------------- */
+
+enum { ROLL_CALL_TAG = 3003 };
+
+/* Every rank that calls this sends a word to all others; who has sent none in time is missing. What is still under way is
+ * left to MPI: the caller ends the ranks. */
+static void mpi_roll_call(K3Comm *comm, double seconds, char *text, size_t size)
+{
+  static int word = 1;
+  int world = comm->world, missing = world - 1;
+  MPI_Request *requests = calloc(2 * (size_t)world, sizeof *requests);
+  int *here = calloc(2 * (size_t)world, sizeof *here),
+      *words = here ? here + world : NULL; /* live on with the requests */
+  snprintf(text, size, "no memory to ask the other ranks");
+  if (!requests || !here) return;
+  for (int r = 0; r < world; r++) {
+    requests[r] = requests[world + r] = MPI_REQUEST_NULL;
+    if (r == comm->rank) continue;
+    if (MPI_Irecv(&words[r], 1, MPI_INT, r, ROLL_CALL_TAG, MPI_COMM_WORLD, &requests[r]) != MPI_SUCCESS ||
+        MPI_Isend(&word, 1, MPI_INT, r, ROLL_CALL_TAG, MPI_COMM_WORLD, &requests[world + r]) != MPI_SUCCESS)
+      return;
+  }
+  for (double end = MPI_Wtime() + seconds; missing > 0 && MPI_Wtime() < end;)
+    for (int r = 0; r < world; r++) {
+      int done = 0;
+      if (r == comm->rank || here[r] || MPI_Test(&requests[r], &done, MPI_STATUS_IGNORE) != MPI_SUCCESS || !done)
+        continue;
+      here[r] = 1;
+      missing--;
+    }
+  size_t at =
+      (size_t)snprintf(text, size, missing ? "no answer from rank" : "all ranks answer, so no process is missing");
+  for (int r = 0; r < world && missing; r++)
+    if (r != comm->rank && !here[r] && at < size) at += (size_t)snprintf(text + at, size - at, " %d", r);
+}
+
+/* Waits for a call that has begun. */
+static K3Status finish(K3Comm *comm, int code, MPI_Request *request, const char *call)
+{
+  K3_TRY(check(code, call));
+  double begin = MPI_Wtime();
+  for (int done = 0, turn = 1;; turn = turn % 1024 + 1) {
+    K3_TRY(check(MPI_Test(request, &done, MPI_STATUS_IGNORE), call));
+    if (done) return K3_OK;
+    if (turn < 1024 || MPI_Wtime() - begin < comm->deadline_s) continue;
+    char who[512];
+    mpi_roll_call(comm, 2.0, who, sizeof who);
+    K3_FAIL(K3_ERR_DEVICE, "%s between two steps has waited %.0f s for another rank: %s", call, comm->deadline_s, who);
+  }
+}
+
+static int waits_forever(const K3Comm *comm) { return !(comm->deadline_s > 0.0); }
+
+/* --- the collectives ---------------------------------------------------------------------------------- */
+
 static K3Status mpi_all_reduce(K3Comm *comm, void *data, int64_t count, K3Element element, K3Reduce reduce)
 {
-  (void)comm;
+  MPI_Request request;
   int n = 0;
   K3_TRY(narrow(count, "MPI_Allreduce", &n));
   MPI_Op operation = reduce == K3_REDUCE_SUM ? MPI_SUM : reduce == K3_REDUCE_MAX ? MPI_MAX : MPI_MIN;
-  return check(MPI_Allreduce(MPI_IN_PLACE, data, n, datatype(element), operation, MPI_COMM_WORLD), "MPI_Allreduce");
+  if (waits_forever(comm))
+    return check(MPI_Allreduce(MPI_IN_PLACE, data, n, datatype(element), operation, MPI_COMM_WORLD), "MPI_Allreduce");
+  return finish(comm, MPI_Iallreduce(MPI_IN_PLACE, data, n, datatype(element), operation, MPI_COMM_WORLD, &request),
+                &request, "MPI_Allreduce");
 }
 
 static K3Status mpi_all_gather(K3Comm *comm, void *data, K3Pieces pieces, K3Element element)
 {
   MpiState *state = comm->state;
+  MPI_Request request;
   K3_TRY(narrow_pieces(comm, pieces, 0, "MPI_Allgatherv"));
-  return check(MPI_Allgatherv(MPI_IN_PLACE, 0, MPI_DATATYPE_NULL, data, state->counts[0], state->displacements[0],
-                              datatype(element), MPI_COMM_WORLD),
-               "MPI_Allgatherv");
+  if (waits_forever(comm))
+    return check(MPI_Allgatherv(MPI_IN_PLACE, 0, MPI_DATATYPE_NULL, data, state->counts[0], state->displacements[0],
+                                datatype(element), MPI_COMM_WORLD),
+                 "MPI_Allgatherv");
+  return finish(comm,
+                MPI_Iallgatherv(MPI_IN_PLACE, 0, MPI_DATATYPE_NULL, data, state->counts[0], state->displacements[0],
+                                datatype(element), MPI_COMM_WORLD, &request),
+                &request, "MPI_Allgatherv");
 }
 
 static K3Status mpi_all_to_all(K3Comm *comm, const void *send, K3Pieces sent, void *receive, K3Pieces received,
                                K3Element element)
 {
   MpiState *state = comm->state;
+  MPI_Request request;
   K3_TRY(narrow_pieces(comm, sent, 0, "MPI_Alltoallv"));
   K3_TRY(narrow_pieces(comm, received, 1, "MPI_Alltoallv"));
-  return check(MPI_Alltoallv(send, state->counts[0], state->displacements[0], datatype(element), receive,
-                             state->counts[1], state->displacements[1], datatype(element), MPI_COMM_WORLD),
-               "MPI_Alltoallv");
+  if (waits_forever(comm))
+    return check(MPI_Alltoallv(send, state->counts[0], state->displacements[0], datatype(element), receive,
+                               state->counts[1], state->displacements[1], datatype(element), MPI_COMM_WORLD),
+                 "MPI_Alltoallv");
+  return finish(comm,
+                MPI_Ialltoallv(send, state->counts[0], state->displacements[0], datatype(element), receive,
+                               state->counts[1], state->displacements[1], datatype(element), MPI_COMM_WORLD, &request),
+                &request, "MPI_Alltoallv");
 }
 
 static K3Status mpi_gather(K3Comm *comm, const void *send, int64_t count, void *receive, K3Pieces pieces,
                            K3Element element)
 {
   MpiState *state = comm->state;
+  MPI_Request request;
   int n = 0;
   K3_TRY(narrow(count, "MPI_Gatherv", &n));
   if (comm->rank == 0) K3_TRY(narrow_pieces(comm, pieces, 0, "MPI_Gatherv"));
-  return check(MPI_Gatherv(send, n, datatype(element), receive, state->counts[0], state->displacements[0],
-                           datatype(element), 0, MPI_COMM_WORLD),
-               "MPI_Gatherv");
+  if (waits_forever(comm))
+    return check(MPI_Gatherv(send, n, datatype(element), receive, state->counts[0], state->displacements[0],
+                             datatype(element), 0, MPI_COMM_WORLD),
+                 "MPI_Gatherv");
+  return finish(comm,
+                MPI_Igatherv(send, n, datatype(element), receive, state->counts[0], state->displacements[0],
+                             datatype(element), 0, MPI_COMM_WORLD, &request),
+                &request, "MPI_Gatherv");
 }
 
 static K3Status mpi_broadcast(K3Comm *comm, void *data, int64_t count, K3Element element, int root)
@@ -161,6 +237,7 @@ K3Status k3_comm_open_mpi(int *argc, char ***argv, K3Comm **out)
   comm->gather = mpi_gather;
   comm->broadcast = mpi_broadcast;
   comm->barrier = mpi_barrier;
+  comm->roll_call = mpi_roll_call;
   comm->close = mpi_close;
   K3Status status = start(argc, argv, comm);
   if (status != K3_OK) {

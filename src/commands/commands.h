@@ -11,6 +11,9 @@
 /* The main job. Prints its own failures, once for all ranks. *signal: what stopped it early, else 0. */
 K3Status k3_command_run(int argc, char **argv, K3Comm *comm, int *signal);
 
+/* The depth curve of two arms. Prints its own failures and signal as run does. */
+K3Status k3_command_sweep(int argc, char **argv, K3Comm *comm, int *signal);
+
 K3Status k3_command_synth(int argc, char **argv, K3Comm *comm);
 K3Status k3_command_import(int argc, char **argv, K3Comm *comm);
 

@@ -14,6 +14,8 @@
 
 #include "commands/commands.h"
 #include "commands/progress.h"
+#include "commands/session.h"
+#include "commands/stop_signals.h"
 #include "import/hf_import.h"
 
 static const char usage[] =
@@ -82,52 +84,12 @@ static K3Status parse(int argc, char **argv, Arguments *arguments)
 
 #ifdef HAVE_JSON_C
 
-/* The signal that asked for a stop. A handler can reach nothing but a static. */
-static volatile sig_atomic_t stop_signal;
-
-static void on_signal(int number) { stop_signal = number; }
-
-static const int stop_signals[] = {SIGINT, SIGTERM, SIGHUP};
-enum { STOP_SIGNALS = sizeof stop_signals / sizeof stop_signals[0] };
-
-static void catch_signals(struct sigaction *before)
-{
-  struct sigaction action = {.sa_handler = on_signal, .sa_flags = SA_RESTART};
-  sigemptyset(&action.sa_mask);
-  stop_signal = 0;
-  for (int i = 0; i < STOP_SIGNALS; i++) {
-    sigaction(stop_signals[i], NULL, &before[i]);
-    if (before[i].sa_handler != SIG_IGN) sigaction(stop_signals[i], &action, NULL); /* nohup stays */
-  }
-}
-
-static void release_signals(const struct sigaction *before)
-{
-  for (int i = 0; i < STOP_SIGNALS; i++) sigaction(stop_signals[i], &before[i], NULL);
-}
-
 /* The first call knows the size of the whole. */
 static void show_progress(void *context, int64_t done, int64_t all)
 {
   K3ProgressBar *bar = context;
   if (bar->all == 0) k3_progress_start(bar, "importing", K3_PROGRESS_BYTES, all, 1);
   k3_progress_update(bar, done);
-}
-
-/* The command as typed. */
-static char *join(int argc, char **argv)
-{
-  char *text = NULL;
-  size_t size = 0;
-  FILE *stream = open_memstream(&text, &size);
-  if (!stream) return NULL;
-  fputs("k3decode", stream);
-  for (int i = 0; i < argc; i++) fprintf(stream, " %s", argv[i]);
-  if (fclose(stream) != 0) {
-    free(text);
-    return NULL;
-  }
-  return text;
 }
 
 static void report(const Arguments *arguments, const K3HfImportResult *result)
@@ -142,8 +104,8 @@ static void report(const Arguments *arguments, const K3HfImportResult *result)
 
 static K3Status import_checkpoint(const Arguments *arguments, int argc, char **argv)
 {
-  char *provenance = join(argc, argv);
-  struct sigaction before[STOP_SIGNALS];
+  char *provenance = k3_session_join(argc, argv);
+  struct sigaction before[K3_STOP_SIGNALS];
   K3ProgressBar bar = {0};
   K3HfImportResult result;
   if (!provenance) K3_FAIL(K3_ERR_INPUT, "import: no memory");
@@ -151,13 +113,13 @@ static K3Status import_checkpoint(const Arguments *arguments, int argc, char **a
                                .experts = arguments->experts,
                                .overwrite = arguments->overwrite,
                                .provenance = provenance,
-                               .stopped = &stop_signal,
+                               .stopped = &k3_stop_signal,
                                .progress = show_progress,
                                .progress_context = &bar};
-  catch_signals(before);
+  k3_stop_catch(before);
   K3Status status = k3_hf_import(arguments->checkpoint, arguments->output, &options, &result);
   k3_progress_finish(&bar);
-  release_signals(before);
+  k3_stop_release(before);
   free(provenance);
   if (status == K3_OK) report(arguments, &result);
   return status;

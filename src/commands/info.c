@@ -5,7 +5,10 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/statistics.h"
 #include "commands/commands.h"
+#include "commands/numbers.h"
+#include "plan/attention.h"
 #include "plan/plan.h"
 #include "store/run_reader.h"
 #include "store/source.h"
@@ -13,31 +16,20 @@
 typedef struct {
   int check, plan;
   int ranks;
+  int64_t context, multiprocessors; /* of --plan; context 0: no attention plan */
 } Options;
 
 static const char usage[] =
     "usage: k3decode info FILE [options]\n"
+    "       k3decode info --plan --ranks N [--context N] MODEL\n"
     "\n"
     "What is in a run file (also one still being written, or left by a crash) or a model file.\n"
     "\n"
     "  --check            model: read every tensor and name the first value that may not be (NaN, infinity)\n"
-    "  --plan --ranks N   model: what each of N ranks would hold\n"
+    "  --plan --ranks N   model, or synth:RECIPE: what each of N ranks would hold\n"
+    "  --context N        with --plan: how attention over N cached positions is cut, for both ways to keep the cache\n"
+    "  --multiprocessors N  of the GPU that it is cut for (default 132: H200)\n"
     "  --help\n";
-
-static int by_value(const void *left, const void *right)
-{
-  double a = *(const double *)left, b = *(const double *)right;
-  return (a > b) - (a < b);
-}
-
-/* Quantile q of sorted values, between the two nearest. */
-static double quantile(const double *sorted, int64_t n, double q)
-{
-  double at = q * (double)(n - 1);
-  int64_t low = (int64_t)at;
-  if (low + 1 >= n) return sorted[n - 1];
-  return sorted[low] + (at - (double)low) * (sorted[low + 1] - sorted[low]);
-}
 
 /* "1.23 GB" */
 static const char *bytes_text(int64_t bytes, char text[32])
@@ -111,10 +103,10 @@ static void print_times(const K3RunReader *run, double *step_ms)
   int64_t n = run->steps;
   double sum = 0;
   for (int64_t i = 0; i < n; i++) sum += step_ms[i];
-  qsort(step_ms, (size_t)n, sizeof *step_ms, by_value);
-  double median = quantile(step_ms, n, 0.5);
+  k3_sort(step_ms, n);
+  double median = k3_quantile(step_ms, n, 0.5);
   printf("step             median %.3f ms, p10 %.3f ms, p90 %.3f ms, mean %.3f ms\n", median,
-         quantile(step_ms, n, 0.1), quantile(step_ms, n, 0.9), sum / (double)n);
+         k3_quantile(step_ms, n, 0.1), k3_quantile(step_ms, n, 0.9), sum / (double)n);
   printf("speed            %.2f tokens/s (from the median step)\n", median > 0 ? 1000.0 / median : 0.0);
 }
 
@@ -267,18 +259,74 @@ static K3Status print_plan(const K3Source *source, int ranks)
   return K3_OK;
 }
 
+/* One line: a kernel's plan for rank 0, which holds most rows. */
+static K3Status print_attention_row(const K3Source *source, const K3Plan *plan, const Options *options,
+                                    K3AttentionKernel kernel)
+{
+  const K3Config *c = &source->config;
+  int banded = plan->world > 1 && plan->cache_band == K3_CACHE_CONTEXT;
+  K3Range own = k3_plan_range(plan, 0, K3_SHARE_MLA_HEADS);
+  K3AttentionShape shape;
+  K3AttentionPlan cut;
+  int64_t rows = k3_plan_cache_rows(plan, 0, options->context);
+  k3_attention_kernel_shape(kernel, banded ? c->num_heads : own.end - own.begin, c->kv_lora_rank, &shape);
+  shape.multiprocessors = options->multiprocessors;
+  shape.resident_blocks = k3_attention_resident_guess(kernel, c->kv_lora_rank, k3_config_cache_width(c));
+  shape.rows = k3_attention_capacity(rows, k3_plan_cache_rows(plan, 0, c->max_context));
+  K3_TRY(k3_attention_plan(&shape, &cut));
+  char text[32], passes[40];
+  snprintf(passes, sizeof passes, "%lld x %lld", (long long)cut.passes, (long long)cut.heads_per_pass);
+  printf("%-8s %-7s %6lld %9lld %10lld %5lld %7lld %10s %7lld %7lld %9lld %12s\n",
+         plan->cache_band == K3_CACHE_CONTEXT ? "context" : "none",
+         kernel == K3_ATTENTION_KERNEL_TENSOR ? "tensor" : "core", (long long)cut.heads, (long long)rows,
+         (long long)cut.rows, (long long)cut.tile_rows, (long long)cut.slices, passes, (long long)cut.blocks,
+         (long long)cut.busy_blocks, (long long)shape.resident_blocks,
+         bytes_text((cut.acc_floats + cut.ml_floats) * 4, text));
+  return K3_OK;
+}
+
+/* How attention over options->context positions is cut, for each cache band and kernel. */
+static K3Status print_attention(const K3Source *source, const Options *options)
+{
+  static const K3CacheBand bands[] = {K3_CACHE_CONTEXT, K3_CACHE_NONE};
+  const K3Config *c = &source->config;
+  if (k3_config_count_layers(c, K3_LAYER_MLA) == 0)
+    K3_FAIL(K3_ERR_INPUT, "%s has no MLA layer, so --context has nothing to cut", source->origin);
+  int tensor = c->kv_lora_rank == 512 && c->qk_rope_head_dim == 64;
+  printf("\nattention at %lld positions on %d rank%s, rank 0, %lld multiprocessors\n", (long long)options->context,
+         options->ranks, options->ranks == 1 ? "" : "s", (long long)options->multiprocessors);
+  printf("one pass over the cache serves that many heads; a block is a slice of a pass\n");
+  printf("\n%-8s %-7s %6s %9s %10s %5s %7s %10s %7s %7s %9s %12s\n", "band", "kernel", "heads", "rows", "plan up to",
+         "tile", "slices", "passes", "grid", "busy", "blocks/SM", "scratch");
+  for (int b = 0; b < 2; b++) {
+    K3Plan plan;
+    K3PlanOptions wanted = {.cache_band = bands[b]};
+    K3_TRY(k3_plan_make(&source->config, &source->table, source->types, options->ranks, &wanted, &plan));
+    if (tensor) K3_TRY(print_attention_row(source, &plan, options, K3_ATTENTION_KERNEL_TENSOR));
+    K3_TRY(print_attention_row(source, &plan, options, K3_ATTENTION_KERNEL_CORE));
+  }
+  if (!tensor)
+    printf("the tensor-core kernel serves kv_lora_rank 512 and qk_rope_head_dim 64; here %lld and %lld\n",
+           (long long)c->kv_lora_rank, (long long)c->qk_rope_head_dim);
+  else printf("the tensor-core kernel wants a 16-bit cache (--cache f16 or bf16); with f32 the core kernel runs\n");
+  return K3_OK;
+}
+
 static K3Status info_model(const char *path, const Options *options)
 {
   K3Source *source = NULL;
-  K3_TRY(k3_model_file_open(path, &source));
-  printf("model file       %s\n", path);
+  K3Status status = K3_OK;
+  K3_TRY(k3_source_open(path, &source));
+  if (options->context > source->config.max_context)
+    K3_FAIL_DONE(K3_ERR_INPUT, "info: --context %lld: the model's max_context is %lld", (long long)options->context,
+                 (long long)source->config.max_context);
+  printf("%-16s %s\n", strncmp(path, "synth:", 6) == 0 ? "model" : "model file", path);
   printf("digest           %016llx\n", (unsigned long long)source->digest);
   print_tensors(source);
-  K3Status status = K3_OK;
-  if (options->plan)
-    status = print_plan(source, options->ranks);
-  else
-    print_config(&source->config);
+  if (options->plan) status = print_plan(source, options->ranks);
+  else print_config(&source->config);
+  if (status == K3_OK && options->context > 0) status = print_attention(source, options);
+done:
   source->close(source);
   if (status == K3_OK && options->check) {
     printf("\n");
@@ -295,9 +343,11 @@ static K3Status parse(int argc, char **argv, Options *options, int *help)
   static const struct option long_options[] = {{"check", no_argument, NULL, 'c'},
                                                {"plan", no_argument, NULL, 'p'},
                                                {"ranks", required_argument, NULL, 'r'},
+                                               {"context", required_argument, NULL, 'n'},
+                                               {"multiprocessors", required_argument, NULL, 'm'},
                                                {"help", no_argument, NULL, 'h'},
                                                {NULL, 0, NULL, 0}};
-  *options = (Options){0};
+  *options = (Options){.multiprocessors = 132};
   *help = 0;
   optind = 0; /* getopt begins afresh */
   int letter;
@@ -313,6 +363,8 @@ static K3Status parse(int argc, char **argv, Options *options, int *help)
         K3_FAIL(K3_ERR_USAGE, "info: --ranks %s: wanted a whole number from 1 to %d", optarg, K3_MAX_WORLD);
       options->ranks = (int)ranks;
       break;
+    case 'n': K3_TRY(k3_parse_count(optarg, "info: --context", 1, INT32_MAX, &options->context)); break;
+    case 'm': K3_TRY(k3_parse_count(optarg, "info: --multiprocessors", 1, 4096, &options->multiprocessors)); break;
     case 'h':
       fputs(usage, stdout);
       *help = 1;
@@ -325,6 +377,7 @@ static K3Status parse(int argc, char **argv, Options *options, int *help)
     K3_FAIL(K3_ERR_USAGE, "info wants one file, got %d (see k3decode info --help)", argc - optind);
   if (options->plan != (options->ranks > 0))
     K3_FAIL(K3_ERR_USAGE, "info: --plan and --ranks N go together");
+  if (options->context > 0 && !options->plan) K3_FAIL(K3_ERR_USAGE, "info: --context N goes with --plan");
   return K3_OK;
 }
 
@@ -338,6 +391,12 @@ K3Status k3_command_info(int argc, char **argv, K3Comm *comm)
     K3_FAIL(K3_ERR_USAGE, "info runs as one process, started without mpirun; got %d ranks", comm->world);
   const char *path = argv[optind];
   K3Status status = K3_OK;
+  if (strncmp(path, "synth:", 6) == 0) {
+    if (options.check) K3_FAIL(K3_ERR_USAGE, "info: --check is for model files, %s is none", path);
+    status = info_model(path, &options);
+    fflush(stdout);
+    return status;
+  }
   switch (k3_run_reader_recognise(path)) {
   case K3_FILE_MODEL:
     status = info_model(path, &options);

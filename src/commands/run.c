@@ -7,13 +7,12 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/stat.h>
-#include <time.h>
 #include <unistd.h>
 
 #include "commands/commands.h"
 #include "commands/numbers.h"
 #include "commands/progress.h"
+#include "commands/session.h"
 #include "config.h"
 #include "decode/decode.h"
 #include "decode/interrupt.h"
@@ -33,26 +32,16 @@ static const char usage[] =
   "  --output RUN.h5        run file; without it the tokens are only printed\n"
   "  --overwrite            replace RUN.h5\n"
   "  --logits all|none|top:K  what the run file keeps of the logits (default all)\n"
-  "  --backend auto|host|cuda\n"
   "  --context N            begin with a synthetic cache of N positions: for measuring\n"
-  "  --seed N               of that cache (default 1)\n"
-  "  --cache-band context|none  share the MLA cache by context (default), or keep all of it on every rank\n"
-  "  --expert-grid GxB      expert groups x intermediate bands (default: chosen; G x B = ranks)\n"
-  "  --activations int8|f32  (cuda) int8 codes where the weights are quantised (default), or float32 throughout\n"
-  "  --cache f32|bf16|f16   (cuda) storage of the MLA cache (default f16; f32 with --activations f32)\n"
-  "  --graph on|off         (cuda) a step as one captured graph (default), or launched kernel by kernel\n"
-  "  --slice r/W            one process stands for rank r of W, collectives left out: times, not logits\n"
-  "  --help\n";
+  "  --attention split|unsplit|core|tensor  how the cache is attended to (default split: as the planner chooses)\n";
 
 typedef struct {
-  const char *model, *prompt, *prompt_file, *output, *backend;
-  int64_t steps, context, seed;
-  int overwrite, expert_groups, expert_bands, slice_rank, slice_world;
+  const char *model, *prompt, *prompt_file, *output;
+  int64_t steps, context;
+  int overwrite;
   K3LogitsKind logits;
   int64_t top;
-  K3CacheBand cache_band;
-  int graph, activations_f32;
-  K3CacheType cache_type;
+  K3SessionOptions session;
 } RunOptions;
 
 /* Everything a run holds, released in one place. */
@@ -90,29 +79,6 @@ static K3Status parse_logits(const char *text, RunOptions *options)
   return K3_OK;
 }
 
-/* "AxB" or "A/B". */
-static K3Status parse_pair(const char *text, char between, const char *option, int low, int *first, int *second)
-{
-  char *end;
-  long a = strtol(text, &end, 10), b = 0;
-  int good = end != text && *end == between;
-  const char *rest = good ? end + 1 : text;
-  if (good) b = strtol(rest, &end, 10);
-  if (!good || end == rest || *end != '\0' || a < low || a > K3_MAX_WORLD || b < 1 || b > K3_MAX_WORLD)
-    K3_FAIL(K3_ERR_USAGE, "%s %s: wanted two whole numbers like %s", option, text, between == 'x' ? "2x4" : "0/8");
-  *first = (int)a;
-  *second = (int)b;
-  return K3_OK;
-}
-
-/* *chosen = 0 for `first`, 1 for `second`. */
-static K3Status parse_choice(const char *option, const char *value, const char *first, const char *second, int *chosen)
-{
-  if (strcmp(value, first) && strcmp(value, second)) K3_FAIL(K3_ERR_USAGE, "%s %s: wanted %s or %s", option, value, first, second);
-  *chosen = strcmp(value, second) == 0;
-  return K3_OK;
-}
-
 static K3Status parse_option(int letter, const char *value, RunOptions *options)
 {
   switch (letter) {
@@ -122,35 +88,9 @@ static K3Status parse_option(int letter, const char *value, RunOptions *options)
   case 'o': options->output = value; return K3_OK;
   case 'w': options->overwrite = 1; return K3_OK;
   case 'l': return parse_logits(value, options);
-  case 'b':
-    if (strcmp(value, "auto") && strcmp(value, "host") && strcmp(value, "cuda"))
-      K3_FAIL(K3_ERR_USAGE, "--backend %s: wanted auto, host or cuda", value);
-    options->backend = value;
-    return K3_OK;
   case 'c': return k3_parse_count(value, "--context", 1, INT32_MAX, &options->context);
-  case 's': return k3_parse_count(value, "--seed", 0, INT64_MAX, &options->seed);
-  case 'e': return parse_pair(value, 'x', "--expert-grid", 1, &options->expert_groups, &options->expert_bands);
-  case 'r':
-    K3_TRY(parse_pair(value, '/', "--slice", 0, &options->slice_rank, &options->slice_world));
-    if (options->slice_rank >= options->slice_world)
-      K3_FAIL(K3_ERR_USAGE, "--slice %s: rank %d is not below the world of %d", value, options->slice_rank, options->slice_world);
-    return K3_OK;
-  case 'k': {
-    int none = 0;
-    K3_TRY(parse_choice("--cache-band", value, "context", "none", &none));
-    options->cache_band = none ? K3_CACHE_NONE : K3_CACHE_CONTEXT;
-    return K3_OK;
-  }
-  case 'a': return parse_choice("--activations", value, "int8", "f32", &options->activations_f32);
-  case 'g': return parse_choice("--graph", value, "off", "on", &options->graph);
-  case 't':
-    options->cache_type = strcmp(value, "f32") == 0    ? K3_CACHE_TYPE_F32
-                          : strcmp(value, "bf16") == 0 ? K3_CACHE_TYPE_BF16
-                          : strcmp(value, "f16") == 0  ? K3_CACHE_TYPE_F16
-                                                       : K3_CACHE_TYPE_DEFAULT;
-    if (options->cache_type == K3_CACHE_TYPE_DEFAULT) K3_FAIL(K3_ERR_USAGE, "--cache %s: wanted f32, bf16 or f16", value);
-    return K3_OK;
-  default: K3_FAIL(K3_ERR_USAGE, "unknown option or missing value: see k3decode run --help");
+  case 'A': return k3_session_parse_attention("--attention", value, &options->session.attention);
+  default: return k3_session_parse(letter, value, &options->session);
   }
 }
 
@@ -161,29 +101,20 @@ static K3Status check_options(const Run *run)
     K3_FAIL(K3_ERR_USAGE, "--prompt and --prompt-file exclude each other");
   if (!options->prompt && !options->prompt_file && !options->context)
     K3_FAIL(K3_ERR_USAGE, "a prompt is missing: give --prompt 1,2,3 or --prompt-file F (with --context N it may be left out: token 0)");
-  if (options->slice_world && run->comm->world > 1)
-    K3_FAIL(K3_ERR_USAGE, "--slice runs in one process, not under mpirun -n %d", run->comm->world);
-  int world = options->slice_world ? options->slice_world : run->comm->world;
-  if (options->expert_groups && options->expert_groups * options->expert_bands != world)
-    K3_FAIL(K3_ERR_USAGE, "--expert-grid %dx%d: groups x bands must be the number of ranks, %d", options->expert_groups,
-            options->expert_bands, world);
-  return K3_OK;
+  return k3_session_check(&options->session, run->comm);
 }
 
 static K3Status parse_options(int argc, char **argv, Run *run, int *help)
 {
   static const struct option names[] = {
-    {"prompt", required_argument, 0, 'p'},   {"prompt-file", required_argument, 0, 'f'},
-    {"steps", required_argument, 0, 'n'},    {"output", required_argument, 0, 'o'},
-    {"overwrite", no_argument, 0, 'w'},      {"logits", required_argument, 0, 'l'},
-    {"backend", required_argument, 0, 'b'},  {"context", required_argument, 0, 'c'},
-    {"seed", required_argument, 0, 's'},     {"cache-band", required_argument, 0, 'k'},
-    {"expert-grid", required_argument, 0, 'e'}, {"slice", required_argument, 0, 'r'},
-    {"activations", required_argument, 0, 'a'}, {"cache", required_argument, 0, 't'},
-    {"graph", required_argument, 0, 'g'},
+    {"prompt", required_argument, 0, 'p'}, {"prompt-file", required_argument, 0, 'f'},
+    {"steps", required_argument, 0, 'n'},  {"output", required_argument, 0, 'o'},
+    {"overwrite", no_argument, 0, 'w'},    {"logits", required_argument, 0, 'l'},
+    {"context", required_argument, 0, 'c'}, {"attention", required_argument, 0, 'A'},
+    K3_SESSION_LONG_OPTIONS,
     {"help", no_argument, 0, 'h'},           {0, 0, 0, 0}};
   RunOptions *options = &run->options;
-  *options = (RunOptions){.steps = 16, .seed = 1, .backend = "auto", .graph = 1};
+  *options = (RunOptions){.steps = 16, .session = K3_SESSION_DEFAULTS};
   int letter;
   optind = 0;
   opterr = 0;
@@ -203,30 +134,6 @@ static K3Status parse_options(int argc, char **argv, Run *run, int *help)
 }
 
 /* --- stages ------------------------------------------------------------------------------------------ */
-
-/* All ranks must see one model: a file replaced while the ranks start, or different on another host, would
- * decode nonsense. */
-static K3Status same_model(K3Comm *comm, const K3Source *source)
-{
-  int64_t first = (int64_t)source->digest;
-  K3_TRY(comm->broadcast(comm, &first, 1, K3_ELEMENT_I64, 0));
-  K3Status status = K3_OK;
-  if (first != (int64_t)source->digest)
-    status = k3_status_fail(K3_ERR_INPUT, __FILE__, __LINE__,
-                            "%s is not the model that rank 0 opened (digest %016llx here, %016llx there): was the file "
-                            "replaced, or does this host hold another copy? Give all ranks the same file",
-                            source->origin, (unsigned long long)source->digest, (unsigned long long)first);
-  return k3_comm_agree(comm, status);
-}
-
-static K3Status make_plan(Run *run)
-{
-  const RunOptions *options = &run->options;
-  K3PlanOptions plan = {.expert_groups = options->expert_groups, .cache_band = options->cache_band};
-  K3Status status = k3_plan_make(&run->source->config, &run->source->table, run->source->types, run->ranks->world,
-                                 &plan, &run->plan);
-  return k3_comm_agree(run->comm, status);
-}
 
 /* Rank 0 reads the prompt; the others are told. */
 static K3Status share_prompt(Run *run)
@@ -259,83 +166,21 @@ static K3Status share_prompt(Run *run)
 static K3Status open_backend(Run *run)
 {
   const RunOptions *options = &run->options;
-  run->backend_options = (K3BackendOptions){.capacity = k3_decode_capacity(options->context, &run->decode),
-                                            .start = options->context,
-                                            .start_seed = (uint64_t)options->seed,
-                                            .slice_rank = options->slice_rank,
-                                            .slice_world = options->slice_world,
-                                            .graph = options->graph,
-                                            .activations_f32 = options->activations_f32,
-                                            .cache_type = options->cache_type};
-  int cuda = strcmp(options->backend, "cuda") == 0 || (strcmp(options->backend, "auto") == 0 && k3_backend_has_cuda());
-  K3Status status = (cuda ? k3_backend_open_cuda : k3_backend_open_host)(run->source, &run->plan, run->ranks,
-                                                                         &run->backend_options, &run->backend);
-  K3_TRY(k3_comm_agree(run->comm, status));
-  int64_t needed = 0, available = 0;
-  status = run->backend->memory(run->backend, &needed, &available);
-  if (status == K3_OK && available >= 0 && needed > available)
-    status = k3_status_fail(K3_ERR_INPUT, __FILE__, __LINE__,
-                            "%s needs %.2f GB on each of %d ranks and %.2f GB are free here; use at least %lld ranks of this "
-                            "size, a smaller --context, or a smaller storage type",
-                            run->source->origin, (double)needed * 1e-9, run->plan.world, (double)available * 1e-9,
-                            (long long)((needed * run->plan.world + available - 1) / (available > 0 ? available : 1)));
-  return k3_comm_agree(run->comm, status);
-}
-
-/* A line of each rank's device, on rank 0. */
-static K3Status gather_devices(Run *run)
-{
-  enum { LINE = 512 };
-  K3Comm *comm = run->comm;
-  char line[LINE] = "", device[LINE / 2] = "";
-  K3Status status = run->backend->describe(run->backend, device, sizeof device);
-  if (run->options.slice_world)
-    snprintf(line, LINE, "slice %d/%d  %.200s  %s\n", run->options.slice_rank, run->options.slice_world, comm->host, device);
-  else
-    snprintf(line, LINE, "rank %d  %.200s  %s\n", comm->rank, comm->host, device);
-  int64_t *piece = calloc(2 * (size_t)comm->world, sizeof *piece);
-  char *lines = comm->rank == 0 ? calloc((size_t)comm->world + 1, LINE) : NULL;
-  if (status == K3_OK && (!piece || (comm->rank == 0 && !lines)))
-    status = k3_status_fail(K3_ERR_INPUT, __FILE__, __LINE__, "no memory for the list of devices");
-  status = k3_comm_agree(comm, status);
-  for (int r = 0; status == K3_OK && r < comm->world; r++) {
-    piece[r] = LINE;
-    piece[comm->world + r] = (int64_t)r * LINE;
-  }
-  if (status == K3_OK)
-    status = comm->gather(comm, line, LINE, lines, (K3Pieces){piece, piece + comm->world}, K3_ELEMENT_BYTE);
-  if (status == K3_OK && comm->rank == 0) { /* close the gaps between the lines */
-    size_t used = strlen(lines);
-    for (int r = 1; r < comm->world; r++) {
-      size_t length = strlen(lines + (size_t)r * LINE);
-      memmove(lines + used, lines + (size_t)r * LINE, length);
-      used += length;
-    }
-    lines[used] = '\0';
-    run->devices = lines;
-    lines = NULL;
-  }
-  free(lines);
-  free(piece);
-  return status;
-}
-
-static int same_file(const char *a, const char *b)
-{
-  struct stat one, two;
-  return stat(a, &one) == 0 && stat(b, &two) == 0 && one.st_dev == two.st_dev && one.st_ino == two.st_ino;
+  run->backend_options = k3_session_backend_options(&options->session);
+  run->backend_options.capacity = k3_decode_capacity(options->context, &run->decode);
+  run->backend_options.start = options->context;
+  return k3_session_open_backend(&options->session, run->comm, run->ranks, run->source, &run->plan,
+                                 &run->backend_options, &run->backend);
 }
 
 static K3Status create_output(Run *run)
 {
   const RunOptions *options = &run->options;
   char start[32], plan[4096], kind[64] = "logits";
-  time_t now = time(NULL);
-  struct tm utc;
-  if (!gmtime_r(&now, &utc) || strftime(start, sizeof start, "%Y-%m-%dT%H:%M:%SZ", &utc) == 0)
-    K3_FAIL(K3_ERR_INPUT, "the clock gives no date");
-  if (options->slice_world) snprintf(kind, sizeof kind, "slice %d/%d", options->slice_rank, options->slice_world);
-  if (same_file(options->model, options->output))
+  K3_TRY(k3_session_start_time(start));
+  if (options->session.slice_world)
+    snprintf(kind, sizeof kind, "slice %d/%d", options->session.slice_rank, options->session.slice_world);
+  if (k3_session_same_file(options->model, options->output))
     K3_FAIL(K3_ERR_INPUT, "%s: --output is the model itself; choose another file", options->output);
   k3_plan_describe(&run->plan, &run->source->config, &run->source->table, run->source->types, plan, sizeof plan);
   K3RunInfo info = {.version = PACKAGE_VERSION,
@@ -375,18 +220,10 @@ static void last_words(void *context, int signal)
     unlink(run->options.output); /* no step yet: nothing worth keeping */
 }
 
-static K3Status load(Run *run)
-{
-  K3ProgressBar bar;
-  k3_progress_start(&bar, "loading", K3_PROGRESS_BYTES, 0, run->comm->rank == 0);
-  K3Status status = run->backend->load(run->backend, k3_progress_callback, &bar);
-  k3_progress_finish(&bar);
-  return k3_comm_agree(run->comm, status);
-}
-
 typedef struct {
   K3ProgressBar bar;
-  int printing; /* rank 0 */
+  int64_t *tokens; /* rank 0: what was decoded; NULL elsewhere */
+  int64_t count;
 } Watch;
 
 static void observe(void *context, int64_t fed, int64_t all, int64_t token)
@@ -394,25 +231,34 @@ static void observe(void *context, int64_t fed, int64_t all, int64_t token)
   Watch *watch = context;
   (void)all;
   k3_progress_update(&watch->bar, fed);
-  if (!watch->printing || token < 0 || watch->bar.shown) return;
+  if (!watch->tokens || token < 0) return;
+  watch->tokens[watch->count++] = token;
+  if (watch->bar.shown) return; /* the bar has the line: printed when it ends */
   printf("%lld ", (long long)token);
   fflush(stdout);
 }
 
 static K3Status decode(Run *run, int *signal)
 {
-  Watch watch = {.printing = run->comm->rank == 0};
+  Watch watch = {.count = 0};
   K3DecodeResult result;
+  K3Status status = K3_OK;
+  if (run->comm->rank == 0 && !(watch.tokens = malloc((size_t)run->decode.steps * sizeof *watch.tokens)))
+    status = k3_status_fail(K3_ERR_INPUT, __FILE__, __LINE__, "no memory for %lld tokens", (long long)run->decode.steps);
+  K3_TRY(k3_comm_agree(run->comm, status));
   k3_progress_start(&watch.bar, "decoding", K3_PROGRESS_STEPS, run->decode.prompt_count + run->decode.steps - 1,
                     run->comm->rank == 0);
   atomic_store(&run->decoding, 1);
-  K3Status status = k3_decode_run(run->backend, &run->source->config, &run->plan, run->ranks, &run->decode, run->file,
-                                  observe, &watch, &result);
+  status = k3_decode_run(run->backend, &run->source->config, &run->plan, run->ranks, &run->decode, run->file,
+                         observe, &watch, &result);
+  int barred = watch.bar.shown; /* the tokens wait for the end of the bar's line */
   k3_progress_finish(&watch.bar);
   k3_interrupt_set_last_words(NULL, NULL);
   *signal = result.signal;
   if (run->comm->rank != 0) return status;
-  if (!watch.bar.shown && result.steps) printf("\n");
+  for (int64_t n = 0; barred && n < watch.count; n++) printf("%lld ", (long long)watch.tokens[n]);
+  if (watch.count) printf("\n");
+  free(watch.tokens);
   char ending[96] = "done";
   if (result.signal)
     snprintf(ending, sizeof ending, "stopped by signal %d after %lld steps", result.signal, (long long)result.steps);
@@ -428,7 +274,7 @@ static K3Status decode(Run *run, int *signal)
   if (result.steps > 1)
     printf(", %.2f tokens/s (%.3f ms a step)%s", 1e3 * (double)(result.steps - 1) / result.decode_ms,
            result.decode_ms / (double)(result.steps - 1),
-           run->options.slice_world ? " for one rank, collectives left out: times, not logits" : "");
+           run->options.session.slice_world ? " for one rank, collectives left out: times, not logits" : "");
   printf("\n");
   if (run->options.output) printf("run file: %s\n", run->options.output);
   return K3_OK;
@@ -447,32 +293,27 @@ static void release(Run *run)
   free(run->command);
 }
 
-static char *join(int argc, char **argv)
-{
-  size_t length = strlen("k3decode") + 1;
-  for (int i = 0; i < argc; i++) length += strlen(argv[i]) + 1;
-  char *text = malloc(length);
-  if (!text) return NULL;
-  size_t used = (size_t)snprintf(text, length, "k3decode");
-  for (int i = 0; i < argc; i++) used += (size_t)snprintf(text + used, length - used, " %s", argv[i]);
-  return text;
-}
-
 static K3Status stages(Run *run, int *signal)
 {
   K3Status status = K3_OK;
-  if (run->options.slice_world)
-    K3_TRY(k3_comm_agree(run->comm, k3_comm_open_local(run->options.slice_rank, run->options.slice_world, &run->ranks)));
+  const K3SessionOptions *session = &run->options.session;
+  if (session->slice_world)
+    K3_TRY(k3_comm_agree(run->comm, k3_comm_open_local(session->slice_rank, session->slice_world, &run->ranks)));
   K3_TRY(k3_comm_agree(run->comm, k3_source_open(run->options.model, &run->source)));
-  K3_TRY(same_model(run->comm, run->source));
-  K3_TRY(make_plan(run));
+  K3_TRY(k3_session_same_model(run->comm, run->source));
+  K3_TRY(k3_session_plan(session, session->cache_band, run->comm, run->ranks, run->source, &run->plan));
   K3_TRY(share_prompt(run));
   K3_TRY(open_backend(run));
-  K3_TRY(gather_devices(run));
+  K3_TRY(k3_session_gather_devices(session, run->comm, run->backend, &run->devices));
   k3_interrupt_set_last_words(last_words, run);
-  if (run->comm->rank == 0 && run->options.output) status = create_output(run);
+  /* A new file is made before the load, so that a place that cannot be written is found at once; an old one is
+   * replaced only when there is something to replace it with. */
+  int makes = run->comm->rank == 0 && run->options.output, replaces = makes && access(run->options.output, F_OK) == 0;
+  if (makes && !(replaces && run->options.overwrite)) status = create_output(run);
   K3_TRY(k3_comm_agree(run->comm, status));
-  K3_TRY(load(run));
+  K3_TRY(k3_session_load(run->comm, run->backend));
+  if (makes && !run->file) status = create_output(run);
+  K3_TRY(k3_comm_agree(run->comm, status));
   return decode(run, signal);
 }
 
@@ -480,11 +321,13 @@ K3Status k3_command_run(int argc, char **argv, K3Comm *comm, int *signal)
 {
   Run run = {.comm = comm, .ranks = comm};
   int help = 0;
+  run.command = k3_session_join(argc, argv); /* before getopt puts the words in another order */
   K3Status status = parse_options(argc, argv, &run, &help);
-  if (status == K3_OK && !help && !(run.command = join(argc, argv)))
+  if (status == K3_OK && !run.command)
     status = k3_status_fail(K3_ERR_INPUT, __FILE__, __LINE__, "no memory for the command line");
   status = k3_comm_agree(comm, status);
-  if (status == K3_OK && help && comm->rank == 0) fputs(usage, stdout);
+  if (status == K3_OK) status = k3_session_same_words(comm, argc - 1, argv); /* the last is the model */
+  if (status == K3_OK && help && comm->rank == 0) printf("%s%s  --help\n", usage, k3_session_usage);
   if (status == K3_OK && !help) status = stages(&run, signal);
   release(&run);
   return status;

@@ -9,13 +9,14 @@
 
 #include "commands/commands.h"
 #include "commands/progress.h"
+#include "commands/stop_signals.h"
 #include "store/model_writer.h"
 #include "store/source.h"
 
 enum { PIECE_BYTES = 16 << 20 }; /* written at a time */
 
 static const char usage[] =
-    "Usage: k3decode synth RECIPE --output MODEL.h5 [--seed N] [--overwrite]\n"
+    "usage: k3decode synth RECIPE --output MODEL.h5 [--seed N] [--overwrite]\n"
     "\n"
     "Writes a synthetic model with random weights. Every value is a function of the seed, the tensor's name\n"
     "and the index, so `k3decode run synth:RECIPE` makes the same model in place, without a file.\n"
@@ -24,7 +25,7 @@ static const char usage[] =
     "  tiny   small, float32, every kind of layer\n"
     "  k3     Kimi K3's sizes, trunk q8_0, experts mxfp4 (1.5 TB: override num_layers and num_experts)\n"
     "Overrides: every field of /config, layer_types=0001… (0 = KDA, 1 = MLA), seed=N,\n"
-    "trunk= and experts= f32, bf16, q8_0, mxfp4.\n"
+    "trunk= and experts= f32, bf16, q8_0, mxfp4, iq1_s (rows of whole blocks of 32, for iq1_s of 256).\n"
     "\n"
     "  -o, --output MODEL.h5  the file to write; it appears under this name when it is whole\n"
     "      --seed N           another draw of the weights (the same as seed=N in the recipe)\n"
@@ -118,6 +119,8 @@ static K3Status write_tensor(K3Source *source, int64_t tensor, K3ModelWriter *wr
       if (spec->rank == 3) band.begin[0] = slice, band.count[0] = 1;
       band.begin[row_axis] = row;
       band.count[row_axis] = rows - row < piece ? rows - row : piece;
+      if (k3_stop_signal)
+        K3_FAIL(K3_ERR_INPUT, "synth: stopped by signal %d; nothing was left behind", (int)k3_stop_signal);
       K3_TRY(source->read(source, tensor, &band, buffer));
       K3_TRY(k3_model_writer_rows(writer, spec, type, slice * rows + row, band.count[row_axis], buffer));
       k3_progress_update(bar, source->bytes_read);
@@ -159,6 +162,8 @@ static K3Status write_model(const Options *options)
   void *buffer = NULL;
   char provenance[1200];
   K3ProgressBar bar = {0};
+  struct sigaction before[K3_STOP_SIGNALS];
+  k3_stop_catch(before);
   K3_TRY_DONE(k3_synth_source_open(options->recipe, &source));
   K3_TRY_DONE(check_space(options->output, source_bytes(source)));
   buffer = malloc(buffer_bytes(source));
@@ -172,6 +177,7 @@ static K3Status write_model(const Options *options)
   K3_TRY_DONE(k3_model_writer_finish(writer, &source->table));
   printf("%s: %" PRId64 " tensors, %.3f GB\n", options->output, source->table.count, (double)source->bytes_read * 1e-9);
 done:
+  k3_stop_release(before);
   k3_progress_finish(&bar);
   k3_model_writer_close(writer);
   if (source) source->close(source);

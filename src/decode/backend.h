@@ -25,15 +25,31 @@ typedef enum {
   K3_CACHE_TYPE_F32, K3_CACHE_TYPE_BF16, K3_CACHE_TYPE_F16
 } K3CacheType;
 
+/* How attention over the cache is computed. */
+typedef enum {
+  K3_ATTENTION_SPLIT = 0, /* slices and kernel as the planner chooses for device and depth */
+  K3_ATTENTION_UNSPLIT,   /* the same kernel, one slice at every depth */
+  K3_ATTENTION_CORE,      /* CUDA: the kernel for CUDA cores, slices as planned */
+  K3_ATTENTION_TENSOR,    /* CUDA: the kernel for tensor cores, slices as planned */
+  K3_ATTENTION_COUNT
+} K3AttentionArm;
+
+extern const char *const k3_attention_arm_names[K3_ATTENTION_COUNT];
+
 typedef struct {
   int64_t capacity;     /* positions that the cache must hold */
   int64_t start;        /* positions already cached, filled with synthetic values (--context N); 0: empty */
   uint64_t start_seed;
   int slice_rank, slice_world; /* slice_world > 0: stand for that rank of that world, collectives left out */
+  K3AttentionArm attention;
+  int reconfigures;     /* 1: `configure` will be called, so make room for what any of its arms wants */
   /* CUDA alone: */
   int graph;                   /* 1: a step is a captured graph; 0: the same kernels launched one by one */
-  int activations_f32;         /* 1: float32 activations throughout; 0: int8 codes where the weights are quantised */
+  int activations_f32;         /* 1: float32 activations throughout; 0: 16-bit codes, a scale per 32, where the weights are quantised */
   K3CacheType cache_type;
+  int phase_times;             /* 1: phase times of captured steps too, which costs them a little */
+  int64_t horizon;             /* positions that the first plan of attention serves at least, so that it does not change
+                                  on the way there; 0: as they come */
 } K3BackendOptions;
 
 /* Called while loading; bytes of this rank. May be NULL. */
@@ -65,6 +81,18 @@ struct K3Backend {
   /* Forgets all state: zero KDA states and windows, empty (or synthetic, options.start) cache, position
    * options.start. */
   K3Status (*reset)(K3Backend *backend);
+
+  /* Another arm or depth without loading again: `attention`, `start`, `start_seed`, `horizon` and `phase_times` of
+   * `options`, and `plan`, which differs from the one opened with in cache_band at most and outlives the backend. Drops
+   * captured steps, then resets. Only when opened with `reconfigures`, with the plan that holds most cache rows.
+   * Errors: K3_ERR_INPUT (more cache rows than there is room for; an arm that is not here). */
+  K3Status (*configure)(K3Backend *backend, const K3Plan *plan, const K3BackendOptions *options);
+
+  /* Why this backend has no such arm for this model and cache, a sentence; NULL when it has. */
+  const char *(*lacks_arm)(const K3Backend *backend, K3AttentionArm arm);
+
+  /* One line: kernel, slices, passes and blocks of attention as the next step runs it. */
+  void (*describe_attention)(const K3Backend *backend, char *text, size_t size);
 
   /* Feeds `token` at the next position. `want_logits`: copy this rank's logits out. `choose`: compute the
    * head at all (prompt tokens before the last need none).

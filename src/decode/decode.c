@@ -147,11 +147,19 @@ static K3Status append(Loop *loop, int64_t token)
 
 /* --- the loop ---------------------------------------------------------------------------------------- */
 
+/* A failure that leaves the other ranks waiting. */
+static _Noreturn void end_all(Loop *loop, K3Status status)
+{
+  if (loop->file) k3_run_file_end(loop->file, k3_status_message());
+  k3_comm_abort(loop->comm, status);
+}
+
 /* All ranks learn whether any failed at the step's end or was told to stop. */
 static K3Status agree_to_go_on(Loop *loop, K3Status status, int *signal)
 {
   int64_t word = ((int64_t)(status != K3_OK) << 8) | k3_interrupt_signal();
-  K3_TRY(loop->comm->all_reduce(loop->comm, &word, 1, K3_ELEMENT_I64, K3_REDUCE_MAX));
+  K3Status reduced = loop->comm->all_reduce(loop->comm, &word, 1, K3_ELEMENT_I64, K3_REDUCE_MAX);
+  if (reduced != K3_OK) end_all(loop, reduced);
   if (word >> 8) return k3_comm_agree(loop->comm, status);
   *signal = (int)(word & 0xff);
   if (*signal) k3_interrupt_acknowledge();
@@ -165,9 +173,7 @@ static void feed(Loop *loop, int64_t token, int choose, K3StepResult *step, doub
   K3Status status = loop->backend->step(loop->backend, token, choose, loop->options->logits != K3_LOGITS_NONE, step);
   *step_ms = now_ms() - begin;
   if (status == K3_OK && choose) status = collect(loop, step, *step_ms);
-  if (status == K3_OK) return;
-  if (loop->file) k3_run_file_end(loop->file, k3_status_message());
-  k3_comm_abort(loop->comm, status);
+  if (status != K3_OK) end_all(loop, status);
 }
 
 K3Status k3_decode_run(K3Backend *backend, const K3Config *config, const K3Plan *plan, K3Comm *comm,

@@ -4,12 +4,15 @@
 #endif
 
 #include "decode/backend.h"
+#include "decode/device_versions.h"
 
 #ifndef K3_NO_CUDA_REASON
 #define K3_NO_CUDA_REASON "configure found no nvcc"
 #endif
 
 int k3_backend_has_cuda(void) { return 0; }
+
+void k3_device_versions(K3DeviceVersions *versions) { *versions = (K3DeviceVersions){0}; }
 
 K3Status k3_backend_open_cuda(K3Source *source, const K3Plan *plan, K3Comm *comm, const K3BackendOptions *options,
                               K3Backend **backend)

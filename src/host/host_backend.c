@@ -62,6 +62,22 @@ static int64_t cache_rows(const K3Host *host)
   return k3_plan_cache_rows(host->plan, host->rank, host->options.capacity);
 }
 
+static int64_t threads(void)
+{
+#ifdef _OPENMP
+  return omp_get_max_threads();
+#else
+  return 1;
+#endif
+}
+
+/* Scores of the un-split arm, where it may be asked for. */
+static int64_t whole_count(const K3Host *host)
+{
+  int wanted = host->options.reconfigures || host->options.attention == K3_ATTENTION_UNSPLIT;
+  return wanted ? threads() * cache_rows(host) : 0;
+}
+
 static int64_t snapshots(const K3Config *c)
 {
   return (c->num_layers + c->attn_res_block_size - 1) / c->attn_res_block_size;
@@ -83,6 +99,8 @@ static K3Status allocate_scratch(K3Host *host)
   for (int i = 0; i < 4; i++) good &= (host->narrow[i] = poisoned(wide, 4)) != NULL;
   good &= (host->queries = poisoned(c->num_heads * k3_config_cache_width(c), 4)) != NULL;
   good &= (host->partials = poisoned(c->num_heads * width, 8)) != NULL;
+  host->held_rows = cache_rows(host);
+  if (whole_count(host) > 0) good &= (host->whole = poisoned(whole_count(host), 8)) != NULL;
   good &= (host->returned = poisoned(world * heads * width, 8)) != NULL;
   good &= (host->gathered = poisoned(c->latent_size + c->num_experts, 4)) != NULL;
   good &= (host->latent = poisoned(c->latent_size, 4)) != NULL;
@@ -124,7 +142,8 @@ static int64_t state_bytes(const K3Host *host)
   int64_t D = c->kda_head_dim, heads = k3_host_own(host, K3_SHARE_KDA_HEADS);
   int64_t kda = heads * D * (D + 3 * (c->kda_conv_kernel - 1)) * 4;
   int64_t mla = cache_rows(host) * k3_config_cache_width(c) * 4;
-  return k3_config_count_layers(c, K3_LAYER_KDA) * kda + k3_config_count_layers(c, K3_LAYER_MLA) * mla;
+  return k3_config_count_layers(c, K3_LAYER_KDA) * kda + k3_config_count_layers(c, K3_LAYER_MLA) * mla +
+         whole_count(host) * 8;
 }
 
 /* MemAvailable of /proc/meminfo; -1 where there is none. */
@@ -260,6 +279,46 @@ static K3Status host_reset(K3Backend *backend)
   return K3_OK;
 }
 
+/* --- arms of attention ------------------------------------------------------------------------------ */
+
+static const char *host_lacks_arm(const K3Backend *backend, K3AttentionArm arm)
+{
+  (void)backend;
+  if (arm == K3_ATTENTION_SPLIT || arm == K3_ATTENTION_UNSPLIT) return NULL;
+  return "core and tensor are kernels of the CUDA backend; the host backend has split and unsplit";
+}
+
+static void host_describe_attention(const K3Backend *backend, char *text, size_t size)
+{
+  const K3Host *host = backend->state;
+  int64_t rows = k3_plan_cache_rows(host->plan, host->rank, host->position + 1);
+  int banded = host->plan->cache_band == K3_CACHE_CONTEXT;
+  long long heads = (long long)(banded ? host->config->num_heads : k3_host_own(host, K3_SHARE_MLA_HEADS));
+  long long slices = (long long)((rows + K3_HOST_SLICE_ROWS - 1) / K3_HOST_SLICE_ROWS);
+  if (host->options.attention == K3_ATTENTION_UNSPLIT || slices < 2)
+    snprintf(text, size, "host, %lld heads, 1 slice of %lld rows", heads, (long long)rows);
+  else
+    snprintf(text, size, "host, %lld heads, %lld slices of up to %d of %lld rows", heads, slices, K3_HOST_SLICE_ROWS,
+             (long long)rows);
+}
+
+static K3Status host_configure(K3Backend *backend, const K3Plan *plan, const K3BackendOptions *options)
+{
+  K3Host *host = backend->state;
+  if (!host->options.reconfigures) K3_FAIL(K3_ERR_INPUT, "the backend was not opened to be configured again");
+  const char *lack = host_lacks_arm(backend, options->attention);
+  if (lack) K3_FAIL(K3_ERR_INPUT, "%s", lack);
+  int64_t rows = k3_plan_cache_rows(plan, host->rank, host->options.capacity);
+  if (rows > host->held_rows || options->start >= host->options.capacity)
+    K3_FAIL(K3_ERR_INPUT, "%lld positions of %lld, %lld rows: there is room for %lld rows", (long long)options->start,
+            (long long)host->options.capacity, (long long)rows, (long long)host->held_rows);
+  host->plan = plan;
+  host->options.attention = options->attention;
+  host->options.start = options->start;
+  host->options.start_seed = options->start_seed;
+  return backend->reset(backend);
+}
+
 /* --- the rest of the table ---------------------------------------------------------------------- */
 
 static K3Status host_describe(K3Backend *backend, char *text, size_t size)
@@ -271,11 +330,7 @@ static K3Status host_describe(K3Backend *backend, char *text, size_t size)
   while (file && fgets(line, sizeof line, file))
     if (sscanf(line, "model name : %191[^\n]", model) == 1) break;
   if (file) fclose(file);
-  int threads = 1;
-#ifdef _OPENMP
-  threads = omp_get_max_threads();
-#endif
-  snprintf(text, size, "%s, %d thread%s", model, threads, threads == 1 ? "" : "s");
+  snprintf(text, size, "%s, %d thread%s", model, (int)threads(), threads() == 1 ? "" : "s");
   return K3_OK;
 }
 
@@ -293,7 +348,8 @@ static void host_close(K3Backend *backend)
     for (int i = 0; i < 4; i++) free(host->narrow[i]);
     void *rest[] = {host->tensors,  host->layers,   host->grid,     host->p,      host->bank,   host->h,
                     host->x,        host->sum,      host->queries,  host->partials, host->returned, host->gathered,
-                    host->latent,   host->scores,   host->routed,   host->logits, host->chosen, host->piece};
+                    host->latent,   host->scores,   host->routed,   host->logits, host->chosen, host->piece,
+                    host->whole};
     for (size_t i = 0; i < sizeof rest / sizeof rest[0]; i++) free(rest[i]);
     free(host);
   }
@@ -303,6 +359,8 @@ static void host_close(K3Backend *backend)
 K3Status k3_backend_open_host(K3Source *source, const K3Plan *plan, K3Comm *comm, const K3BackendOptions *options,
                               K3Backend **out)
 {
+  const char *lack = host_lacks_arm(NULL, options->attention);
+  if (lack) K3_FAIL(K3_ERR_INPUT, "--attention %s: %s", k3_attention_arm_names[options->attention], lack);
   K3Backend *backend = calloc(1, sizeof *backend);
   K3Host *host = calloc(1, sizeof *host);
   K3HostTensor *tensors = calloc((size_t)source->table.count, sizeof *tensors);
@@ -320,6 +378,9 @@ K3Status k3_backend_open_host(K3Source *source, const K3Plan *plan, K3Comm *comm
                          .memory = host_memory,
                          .load = host_load,
                          .reset = host_reset,
+                         .configure = host_configure,
+                         .lacks_arm = host_lacks_arm,
+                         .describe_attention = host_describe_attention,
                          .step = k3_host_step,
                          .close = host_close};
   *out = backend;

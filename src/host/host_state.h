@@ -42,6 +42,8 @@ typedef struct {
   float *narrow[4];        /* activations, each [widest] f32 */
   float *queries;          /* [all heads, C + R] absorbed */
   double *partials;        /* [all heads, 2 + C] of this rank's cached rows */
+  double *whole;           /* [threads, cache rows] scores of the un-split arm, else NULL */
+  int64_t held_rows;       /* cache rows there is room for */
   double *returned;        /* [world, heads, 2 + C] of this rank's heads, from all ranks */
   float *gathered;         /* latent and router scores, piece after piece */
   float *latent, *scores;  /* [L], [E] in order */

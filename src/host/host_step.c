@@ -7,6 +7,10 @@
 #include <string.h>
 #include <time.h>
 
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
 #include "base/breakage.h"
 #include "host/host_state.h"
 #include "host/kda.h"
@@ -171,10 +175,22 @@ static void attend_rows(K3Host *host, int64_t i, K3Range heads)
   int64_t width = k3_config_cache_width(c), latent = c->kv_lora_rank;
   int64_t rows = k3_plan_cache_rows(host->plan, host->rank, host->position + 1);
   double scale = 1.0 / sqrt((double)k3_config_qk_head_dim(c));
+  if (host->options.attention == K3_ATTENTION_UNSPLIT && K3_BROKEN("slow_unsplit")) /* a sweep must see it */
+    nanosleep(&(struct timespec){.tv_nsec = 30000000}, NULL);
 #pragma omp parallel for schedule(static)
-  for (int64_t h = heads.begin; h < heads.end; h++)
-    k3_host_mla_attend(host->queries + h * width, host->layers[i].cache, rows, latent, c->qk_rope_head_dim, scale,
-                       host->partials + h * k3_partial_width(latent));
+  for (int64_t h = heads.begin; h < heads.end; h++) {
+    const float *query = host->queries + h * width, *cache = host->layers[i].cache;
+    double *partial = host->partials + h * k3_partial_width(latent);
+    int64_t thread = 0;
+#ifdef _OPENMP
+    thread = omp_get_thread_num();
+#endif
+    if (host->options.attention == K3_ATTENTION_UNSPLIT)
+      k3_host_mla_attend_whole(query, cache, rows, latent, c->qk_rope_head_dim, scale,
+                               host->whole + thread * host->held_rows, partial);
+    else
+      k3_host_mla_attend(query, cache, rows, latent, c->qk_rope_head_dim, scale, partial);
+  }
 }
 
 /* Partials go back to each head's owner, which merges them in rank order into its own heads' rows of

@@ -11,10 +11,9 @@ static void set_empty(double *partial, int64_t latent)
   for (int64_t c = 0; c <= latent; c++) partial[1 + c] = 0.0;
 }
 
-void k3_host_mla_slice(const float *query, const float *cache, int64_t rows, int64_t latent, int64_t rope, double scale,
-                       double *partial)
+void k3_host_mla_attend_whole(const float *query, const float *cache, int64_t rows, int64_t latent, int64_t rope,
+                              double scale, double *score, double *partial)
 {
-  double score[K3_HOST_SLICE_ROWS];
   int64_t width = latent + rope;
   set_empty(partial, latent);
   if (K3_BROKEN("no_score_scale")) scale = 1.0;
@@ -32,6 +31,13 @@ void k3_host_mla_slice(const float *query, const float *cache, int64_t rows, int
     partial[1] += weight;
     for (int64_t c = 0; c < latent; c++) acc[c] += weight * (double)row[c];
   }
+}
+
+void k3_host_mla_slice(const float *query, const float *cache, int64_t rows, int64_t latent, int64_t rope, double scale,
+                       double *partial)
+{
+  double score[K3_HOST_SLICE_ROWS];
+  k3_host_mla_attend_whole(query, cache, rows, latent, rope, scale, score, partial);
 }
 
 void k3_host_mla_merge(double *into, const double *part, int64_t latent)

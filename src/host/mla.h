@@ -30,4 +30,8 @@ void k3_host_mla_merge(double *into, const double *part, int64_t latent);
 void k3_host_mla_attend(const float *query, const float *cache, int64_t rows, int64_t latent, int64_t rope,
                         double scale, double *partial);
 
+/* The same rows as one slice: the un-split arm. score: scratch [rows]. */
+void k3_host_mla_attend_whole(const float *query, const float *cache, int64_t rows, int64_t latent, int64_t rope,
+                              double scale, double *score, double *partial);
+
 #endif

@@ -58,6 +58,17 @@ static int64_t choose_slices(const K3AttentionShape *s, const K3AttentionPlan *p
   return slices;
 }
 
+int64_t k3_attention_resident_guess(K3AttentionKernel kernel, int64_t latent, int64_t width)
+{
+  if (kernel == K3_ATTENTION_KERNEL_TENSOR) return 1; /* its ring takes nearly all of the shared memory */
+  const int64_t sm_bytes = 228 * 1024, reserved = 1024, sm_registers = 65536;
+  int64_t heads = 12, tile = K3_ATTENTION_CORE_TILE_ROWS, threads = latent > 512 ? 512 : 256;
+  int64_t shared = ((heads + tile) * width + tile * heads + 3 * heads) * 4; /* shared_bytes of mla_slice.cu */
+  int64_t by_memory = sm_bytes / (shared + reserved), by_registers = sm_registers / (128 * threads);
+  int64_t blocks = by_memory < by_registers ? by_memory : by_registers;
+  return blocks < 1 ? 1 : blocks;
+}
+
 K3Status k3_attention_plan(const K3AttentionShape *shape, K3AttentionPlan *plan)
 {
   K3_TRY(check_shape(shape));

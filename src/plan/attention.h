@@ -9,6 +9,7 @@
 #define K3_PLAN_ATTENTION_H
 
 #include <stdint.h>
+#include <string.h>
 
 #include "base/float16.h" /* K3_HOST_DEVICE */
 #include "base/status.h"
@@ -23,6 +24,15 @@ extern "C" {
 enum { K3_ATTENTION_UNSPLIT_ROWS = 64 };
 
 enum { K3_ATTENTION_MAX_WIDTHS = 8 };
+
+/* The slice kernels. Tiles and widths of both stand here alone: the planner's guess without a device (info --plan) and
+ * the launchers (kernels/mla_slice.cu, mla_tensor.cu) cannot disagree. */
+typedef enum {
+  K3_ATTENTION_KERNEL_CORE = 0, /* CUDA cores: any cache type */
+  K3_ATTENTION_KERNEL_TENSOR    /* tensor cores: C 512, R 64, 16-bit cache */
+} K3AttentionKernel;
+
+enum { K3_ATTENTION_CORE_TILE_ROWS = 32, K3_ATTENTION_TENSOR_TILE_ROWS = 64 };
 
 typedef struct {
   int64_t heads;               /* heads this rank attends for (all of them when the cache is banded by context) */
@@ -48,6 +58,27 @@ typedef struct {
   int64_t acc_floats;          /* scratch: [slices, heads, latent] */
   int64_t ml_floats;           /* scratch: [heads, slices], twice (m and l) */
 } K3AttentionPlan;
+
+/* Tile, widths and thresholds of a kernel; all else of `shape` is 0 but heads and latent. */
+static inline void k3_attention_kernel_shape(K3AttentionKernel kernel, int64_t heads, int64_t latent,
+                                             K3AttentionShape *shape)
+{
+  memset(shape, 0, sizeof *shape);
+  shape->heads = heads;
+  shape->latent = latent;
+  shape->unsplit_rows = K3_ATTENTION_UNSPLIT_ROWS;
+  if (kernel == K3_ATTENTION_KERNEL_TENSOR) {
+    shape->tile_rows = K3_ATTENTION_TENSOR_TILE_ROWS;
+    shape->widths[0] = 16, shape->widths[1] = 24, shape->widths[2] = 48;
+  } else {
+    shape->tile_rows = K3_ATTENTION_CORE_TILE_ROWS;
+    shape->widths[0] = 4, shape->widths[1] = 12;
+  }
+}
+
+/* Blocks of a kernel that an SM of Hopper holds, from its shared memory and at most 128 registers a thread: for plans
+ * without a device. The CUDA backend asks the driver. width: C + R. */
+int64_t k3_attention_resident_guess(K3AttentionKernel kernel, int64_t latent, int64_t width);
 
 /* Derives the plan. Nothing is remembered: call again when anything in `shape` changes.
  * Where there is enough work (passes × tiles >= multiprocessors, above the threshold, no cap hit), at least 90 % of

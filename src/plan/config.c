@@ -78,6 +78,8 @@ static K3Status check_integers(const K3Config *config, const char *origin)
     if (field->offset == offsetof(K3Config, num_layers)) high = K3_MAX_LAYERS;
     if (field->offset == offsetof(K3Config, first_dense_layers)) low = 0, high = K3_MAX_LAYERS;
     if (field->offset == offsetof(K3Config, num_shared_experts)) high = 1024;
+    if (field->offset == offsetof(K3Config, kv_lora_rank)) high = 16384; /* a head's latent sums stand on the stack */
+    if (field->offset == offsetof(K3Config, kda_head_dim)) high = 4096;  /* likewise, and a state is D x D */
     if (field->offset == offsetof(K3Config, max_context)) high = (int64_t)1 << 31;
     if (value < low || value > high)
       K3_FAIL(K3_ERR_INPUT, "%s: config field %s = %lld, wanted %lld to %lld", origin, field->name,

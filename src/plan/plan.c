@@ -148,11 +148,12 @@ static K3Status check_heads(const K3TensorTable *table, const K3Type *types, con
     int64_t units = plan->units[spec->share];
     if (units >= plan->world) continue;
     K3_FAIL(K3_ERR_INPUT,
-            "a world of %d ranks cannot work: %s (%s, %lld values a block) deals its %lld heads of %lld columns in units "
-            "of %lld, so there are %lld units and a rank would own none; world sizes that work: 1 to %lld",
+            "a world of %d ranks cannot work: %s (%s, block size %lld) deals its %lld head%s of %lld columns in units of %lld, "
+            "which makes %lld, and a rank would own none; %s %lld",
             plan->world, spec->path, k3_format(types[i])->name, (long long)k3_format(types[i])->block_values,
-            (long long)plan->total[spec->share], (long long)spec->share_size, (long long)plan->unit_size[spec->share],
-            (long long)units, (long long)units);
+            (long long)plan->total[spec->share], plan->total[spec->share] == 1 ? "" : "s", (long long)spec->share_size,
+            (long long)plan->unit_size[spec->share], (long long)units,
+            units > 1 ? "world sizes that work: 1 to" : "the only world size that works:", (long long)units);
   }
   return K3_OK;
 }

@@ -66,24 +66,27 @@ static Findings walk(void)
 
 int k3_hdf5_errno(void) { return walk().error; }
 
+static const char *mend_of(int error)
+{
+  switch (error) {
+  case ENOENT: return "; check the path and that its directory exists on this host";
+  case EACCES:
+  case EPERM: return "; check the permissions of the file and its directory";
+  case EROFS: return "; choose a directory on a writable file system";
+  case ENOSPC: return " (disk full); free space or choose another file system";
+  case EDQUOT: return " (quota used up); free space or choose another file system";
+  case EFBIG: return "; the file system or the limit on file size (ulimit -f) does not allow a file this large";
+  case EISDIR: return "; name a file, not a directory";
+  case EIO: return "; the storage reported a failure: see the system log";
+  case EMFILE:
+  case ENFILE: return "; raise the limit on open files (ulimit -n)";
+  default: return "";
+  }
+}
+
 const char *k3_errno_reason(int error, K3Hdf5Reason *reason)
 {
-  const char *mend = "";
-  switch (error) {
-  case ENOENT: mend = "; check the path and that its directory exists on this host"; break;
-  case EACCES:
-  case EPERM: mend = "; check the permissions of the file and its directory"; break;
-  case EROFS: mend = "; choose a directory on a writable file system"; break;
-  case ENOSPC: mend = " (disk full); free space or choose another file system"; break;
-  case EDQUOT: mend = " (quota used up); free space or choose another file system"; break;
-  case EFBIG: mend = "; the file system or the limit on file size (ulimit -f) does not allow a file this large"; break;
-  case EISDIR: mend = "; name a file, not a directory"; break;
-  case EIO: mend = "; the storage reported a failure: see the system log"; break;
-  case EMFILE:
-  case ENFILE: mend = "; raise the limit on open files (ulimit -n)"; break;
-  default: break;
-  }
-  snprintf(reason->text, sizeof reason->text, "%s%s", strerror(error), mend);
+  snprintf(reason->text, sizeof reason->text, "%s%s", strerror(error), mend_of(error));
   return reason->text;
 }
 
@@ -92,7 +95,6 @@ const char *k3_hdf5_reason(K3Hdf5Reason *reason)
   Findings found = walk();
   char *text = reason->text;
   size_t size = sizeof reason->text;
-  K3Hdf5Reason system_reason;
   if (found.truncated)
     snprintf(text, size, "the file is truncated: it should end at byte %llu but has %llu bytes; copy or write it again",
              found.stored_end, found.real_end);
@@ -109,10 +111,10 @@ const char *k3_hdf5_reason(K3Hdf5Reason *reason)
              "the file cannot be locked (%s); set HDF5_USE_FILE_LOCKING=FALSE if the file system has no locks",
              strerror(found.error));
   else if (found.external[0])
-    snprintf(text, size, "it leads to the file '%s' by an external link, and that file cannot be opened%s%s",
-             found.external, found.error ? ": " : "",
-             found.error ? k3_errno_reason(found.error, &system_reason) : "; put it beside this file");
-  else if (found.error) snprintf(text, size, "%s", k3_errno_reason(found.error, &system_reason));
+    snprintf(text, size, "it leads to the file '%s' by an external link, and that file cannot be opened%s%s%s",
+             found.external, found.error ? ": " : "", found.error ? strerror(found.error) : "",
+             found.error ? mend_of(found.error) : "; put it beside this file");
+  else if (found.error) k3_errno_reason(found.error, reason);
   else if (found.not_hdf5) snprintf(text, size, "this is no HDF5 file, or its beginning is damaged");
   else snprintf(text, size, "HDF5 says: %s", found.innermost[0] ? found.innermost : "nothing");
   return text;

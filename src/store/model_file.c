@@ -22,7 +22,8 @@
 enum {
   MAX_CALL = 1 << 30,  /* bytes of one pread */
   MAX_PIECE = 1 << 28, /* bytes of one H5Dread */
-  SAMPLE_BYTES = 4096, /* of each end of a tensor, in the digest */
+  SAMPLE_BYTES = 4096, /* of one sample of a tensor, in the digest */
+  SAMPLES = 5,         /* evenly spaced from its first to its last rows */
   MAX_TEXT = 4096
 };
 
@@ -348,8 +349,8 @@ done:
 
 /* ---------------------------------------------------------------- opening, once more */
 
-/* The first (or last) rows of a tensor that hold SAMPLE_BYTES, of the first (last) index of axis 0. */
-static K3Band sample_band(const K3TensorSpec *spec, K3Type type, int at_end)
+/* SAMPLE_BYTES of a tensor: sample 0 at its beginning, the last at its end, the others between. */
+static K3Band sample_band(const K3TensorSpec *spec, K3Type type, int sample)
 {
   K3Band band = {{0, 0, 0}, {1, 1, 1}};
   int last = spec->rank - 1, axis = spec->rank > 1 ? last - 1 : last;
@@ -360,8 +361,10 @@ static K3Band sample_band(const K3TensorSpec *spec, K3Type type, int at_end)
     int64_t rows = most / band.count[last];
     band.count[axis] = rows < spec->shape[axis] ? rows : spec->shape[axis];
   }
-  if (at_end)
-    for (int i = 0; i < spec->rank; i++) band.begin[i] = spec->shape[i] - band.count[i];
+  for (int i = 0; i < spec->rank; i++) {
+    band.begin[i] = (spec->shape[i] - band.count[i]) * sample / (SAMPLES - 1);
+    if (i == last) band.begin[i] -= band.begin[i] % block;
+  }
   return band;
 }
 
@@ -375,8 +378,8 @@ static K3Status find_digest(ModelFile *model)
   uint64_t digest = k3_digest_number(k3_digest_config(k3_digest_text(K3_DIGEST_START, "file"), &source->config), size);
   for (int64_t i = 0; i < source->table.count; i++) {
     digest = k3_digest_tensor(digest, &source->table.specs[i], source->types[i]);
-    for (int at_end = 0; at_end < 2; at_end++) {
-      K3Band band = sample_band(&source->table.specs[i], source->types[i], at_end);
+    for (int n = 0; n < SAMPLES; n++) {
+      K3Band band = sample_band(&source->table.specs[i], source->types[i], n);
       K3_TRY(model_read(source, i, &band, sample));
       digest = k3_digest_bytes(digest, sample, (size_t)k3_source_band_bytes(source, i, &band));
     }

@@ -66,27 +66,32 @@ K3Status k3_prompt_parse(const char *text, const char *origin, int64_t **ids, in
   return K3_OK;
 }
 
-static K3Status read_text(const char *path, int64_t **ids, int64_t *count)
+/* More than any prompt needs; a device or an endless pipe stops here. */
+enum { MOST_TEXT_BYTES = 1 << 28, PIECE_BYTES = 1 << 16, MAGIC_BYTES = 8 };
+
+/* Reads the rest of `file` after the bytes already taken: a pipe cannot be opened twice. */
+static K3Status read_text(FILE *file, const char *path, const char *begin, size_t begin_bytes, int64_t **ids,
+                          int64_t *count)
 {
-  FILE *file = fopen(path, "rb");
-  if (!file) K3_FAIL(K3_ERR_INPUT, "%s: cannot open the prompt file: %s", path, strerror(errno));
   K3Status status = K3_OK;
-  char *text = NULL;
-  size_t length = 0, got;
+  size_t length = begin_bytes, got;
+  char *text = malloc(begin_bytes + 1);
+  if (!text) K3_FAIL(K3_ERR_INPUT, "%s: no memory for the prompt", path);
+  memcpy(text, begin, begin_bytes);
   do {
-    char *larger = realloc(text, length + 65537);
+    if (memchr(text, '\0', length)) K3_FAIL_DONE(K3_ERR_INPUT, "%s: the prompt file holds a NUL byte: it is no text", path);
+    if (length > MOST_TEXT_BYTES) K3_FAIL_DONE(K3_ERR_INPUT, "%s: over %d bytes: this is no prompt", path, MOST_TEXT_BYTES);
+    char *larger = realloc(text, length + PIECE_BYTES + 1);
     if (!larger) K3_FAIL_DONE(K3_ERR_INPUT, "%s: no memory for the prompt", path);
     text = larger;
-    got = fread(text + length, 1, 65536, file);
+    got = fread(text + length, 1, PIECE_BYTES, file);
     length += got;
   } while (got > 0);
   if (ferror(file)) K3_FAIL_DONE(K3_ERR_INPUT, "%s: cannot read the prompt file: %s", path, strerror(errno));
   text[length] = '\0';
-  if (strlen(text) != length) K3_FAIL_DONE(K3_ERR_INPUT, "%s: the prompt file holds a NUL byte: it is no text", path);
   status = k3_prompt_parse(text, path, ids, count);
 done:
   free(text);
-  fclose(file);
   return status;
 }
 
@@ -127,12 +132,14 @@ done:
 
 K3Status k3_prompt_read(const char *path, int64_t **ids, int64_t *count)
 {
+  static const char hdf5_magic[MAGIC_BYTES] = "\x89HDF\r\n\x1a\n";
+  char magic[MAGIC_BYTES] = {0};
   FILE *file = fopen(path, "rb");
   if (!file) K3_FAIL(K3_ERR_INPUT, "%s: cannot open the prompt file: %s", path, strerror(errno));
-  unsigned char magic[8] = {0};
   size_t got = fread(magic, 1, sizeof magic, file);
+  K3Status status = got == sizeof magic && memcmp(magic, hdf5_magic, sizeof magic) == 0
+                      ? read_hdf5(path, ids, count)
+                      : read_text(file, path, magic, got, ids, count);
   fclose(file);
-  static const unsigned char hdf5_magic[8] = {0x89, 'H', 'D', 'F', '\r', '\n', 0x1a, '\n'};
-  if (got == 8 && memcmp(magic, hdf5_magic, 8) == 0) return read_hdf5(path, ids, count);
-  return read_text(path, ids, count);
+  return status;
 }

@@ -25,11 +25,8 @@
 #include <unistd.h>
 
 #include "store/hdf5_error.h"
+#include "store/hdf5_output.h"
 #include "store/run_reader.h"
-
-/* A failure of the HDF5 call just made; an expression. */
-#define HDF5_FAIL(format, ...) \
-  k3_status_fail(K3_ERR_INPUT, __FILE__, __LINE__, format ": %s", __VA_ARGS__, K3_HDF5_REASON)
 
 enum { CHUNK_BYTES = 8192, CHUNK_ROWS = 256, CHUNK_ELEMENTS = 262144 };
 
@@ -115,168 +112,44 @@ static K3Status claim(const char *path, int overwrite, int *descriptor, int *mad
   return take_lock(path, fd, lockless);
 }
 
-/* ---------------------------------------------------------------- attributes and fixed datasets */
-
-/* One scalar attribute. */
-static K3Status put_attribute(const char *path, hid_t where, const char *name, hid_t stored, hid_t memory,
-                              const void *value)
-{
-  hid_t space = H5Screate(H5S_SCALAR), attribute = H5I_INVALID_HID;
-  int good = 0;
-  if (space >= 0) attribute = H5Acreate2(where, name, stored, space, H5P_DEFAULT, H5P_DEFAULT);
-  if (attribute >= 0) good = H5Awrite(attribute, memory, value) >= 0;
-  if (attribute >= 0 && H5Aclose(attribute) < 0) good = 0;
-  if (space >= 0 && H5Sclose(space) < 0) good = 0;
-  if (!good) return HDF5_FAIL("output %s: attribute %s cannot be written", path, name);
-  return K3_OK;
-}
-
-static K3Status put_integer(const char *path, hid_t where, const char *name, int64_t value)
-{
-  return put_attribute(path, where, name, H5T_STD_I64LE, H5T_NATIVE_INT64, &value);
-}
-
-/* A fixed-length string type for texts of up to `bytes` bytes, NUL included. */
-static hid_t text_type(size_t bytes)
-{
-  hid_t type = H5Tcopy(H5T_C_S1);
-  if (type < 0) return type;
-  if (H5Tset_size(type, bytes) < 0 || H5Tset_cset(type, H5T_CSET_UTF8) < 0) {
-    H5Tclose(type);
-    return H5I_INVALID_HID;
-  }
-  return type;
-}
-
-static K3Status put_text(const char *path, hid_t where, const char *name, const char *text)
-{
-  if (!text) text = "";
-  hid_t type = text_type(strlen(text) + 1);
-  if (type < 0) return HDF5_FAIL("output %s: attribute %s: no string type", path, name);
-  K3Status status = put_attribute(path, where, name, type, type, text);
-  H5Tclose(type);
-  return status;
-}
-
-/* A dataset that keeps its size; space allocated at once, so that SWMR writing may fill it later.
- * `axes` 0: scalar. */
-static K3Status put_dataset(const char *path, hid_t file, const char *name, hid_t stored, hid_t memory, int axes,
-                            const hsize_t *size, const void *value)
-{
-  K3Status status = K3_OK;
-  hid_t space = axes ? H5Screate_simple(axes, size, NULL) : H5Screate(H5S_SCALAR);
-  hid_t properties = H5Pcreate(H5P_DATASET_CREATE), made = H5I_INVALID_HID;
-  int good = space >= 0 && properties >= 0 && H5Pset_alloc_time(properties, H5D_ALLOC_TIME_EARLY) >= 0;
-  if (good) {
-    made = H5Dcreate2(file, name, stored, space, H5P_DEFAULT, properties, H5P_DEFAULT);
-    good = made >= 0 && H5Dwrite(made, memory, H5S_ALL, H5S_ALL, H5P_DEFAULT, value) >= 0;
-  }
-  if (!good) status = HDF5_FAIL("output %s: dataset %s cannot be made", path, name);
-  if (properties >= 0) H5Pclose(properties);
-  if (space >= 0) H5Sclose(space);
-  if (made >= 0 && H5Dclose(made) < 0 && status == K3_OK)
-    status = HDF5_FAIL("output %s: dataset %s cannot be closed", path, name);
-  return status;
-}
-
-static K3Status put_text_dataset(const char *path, hid_t file, const char *name, const char *text, size_t bytes)
-{
-  char *padded = calloc(1, bytes);
-  if (!padded) K3_FAIL(K3_ERR_INPUT, "output %s: no memory for %zu bytes of %s", path, bytes, name);
-  strncpy(padded, text, bytes - 1);
-  hid_t type = text_type(bytes);
-  K3Status status = type < 0 ? HDF5_FAIL("output %s: %s: no string type", path, name)
-                             : put_dataset(path, file, name, type, type, 0, NULL, padded);
-  if (type >= 0) H5Tclose(type);
-  free(padded);
-  return status;
-}
-
-static K3Status put_group(const char *path, hid_t file, const char *name)
-{
-  hid_t group = H5Gcreate2(file, name, H5P_DEFAULT, H5P_DEFAULT, H5P_DEFAULT);
-  if (group < 0 || H5Gclose(group) < 0) return HDF5_FAIL("output %s: group %s cannot be made", path, name);
-  return K3_OK;
-}
-
-/* /config, as the model file has it. */
-static K3Status put_config(const char *path, hid_t file, const K3Config *config)
-{
-  K3Status status = K3_OK;
-  hid_t group = H5Gopen2(file, "/config", H5P_DEFAULT);
-  if (group < 0) return HDF5_FAIL("output %s: group /config cannot be opened", path);
-  for (int i = 0; i < k3_config_field_count; i++) {
-    const K3ConfigField *field = &k3_config_fields[i];
-    const void *value = (const char *)config + field->offset;
-    hid_t stored = field->kind == K3_FIELD_INTEGER ? H5T_STD_I64LE
-                   : field->kind == K3_FIELD_REAL  ? H5T_IEEE_F64LE
-                                                   : H5T_STD_U8LE;
-    hid_t memory = field->kind == K3_FIELD_INTEGER ? H5T_NATIVE_INT64
-                   : field->kind == K3_FIELD_REAL  ? H5T_NATIVE_DOUBLE
-                                                   : H5T_NATIVE_UINT8;
-    K3_TRY_DONE(put_attribute(path, group, field->name, stored, memory, value));
-  }
-  hsize_t layers = (hsize_t)config->num_layers;
-  K3_TRY_DONE(put_dataset(path, file, "/config/layer_types", H5T_STD_U8LE, H5T_NATIVE_UINT8, 1, &layers,
-                          config->layer_types));
-done:
-  H5Gclose(group);
-  return status;
-}
-
-static K3Status put_phase_names(const char *path, hid_t file, const K3RunInfo *info)
-{
-  size_t longest = 1;
-  for (int i = 0; i < info->phases; i++)
-    if (strlen(info->phase_names[i]) + 1 > longest) longest = strlen(info->phase_names[i]) + 1;
-  char *names = calloc((size_t)info->phases, longest);
-  if (!names) K3_FAIL(K3_ERR_INPUT, "output %s: no memory for the phase names", path);
-  for (int i = 0; i < info->phases; i++) strcpy(names + (size_t)i * longest, info->phase_names[i]);
-  hid_t type = text_type(longest);
-  hsize_t count = (hsize_t)info->phases;
-  K3Status status = type < 0
-                        ? HDF5_FAIL("output %s: /timings/phase_names: no string type", path)
-                        : put_dataset(path, file, "/timings/phase_names", type, type, 1, &count, names);
-  if (type >= 0) H5Tclose(type);
-  free(names);
-  return status;
-}
+/* ---------------------------------------------------------------- what does not grow */
 
 /* Root attributes, groups, prompt, plan: all that does not grow. */
 static K3Status put_description(K3RunFile *run, const K3RunInfo *info)
 {
   const char *path = run->path;
   hid_t file = run->file;
-  K3_TRY(put_text(path, file, "format", K3_RUN_FORMAT));
-  K3_TRY(put_integer(path, file, "format_version", K3_RUN_FORMAT_VERSION));
-  K3_TRY(put_text(path, file, "program_version", info->version));
-  K3_TRY(put_text(path, file, "model", info->model));
-  K3_TRY(put_attribute(path, file, "model_digest", H5T_STD_U64LE, H5T_NATIVE_UINT64, &info->model_digest));
-  K3_TRY(put_integer(path, file, "ranks", info->ranks));
-  K3_TRY(put_text(path, file, "backend", info->backend));
-  K3_TRY(put_text(path, file, "devices", info->devices));
-  K3_TRY(put_text(path, file, "command", info->command));
-  K3_TRY(put_text(path, file, "start_time", info->start_time));
-  K3_TRY(put_text(path, file, "kind", info->kind));
-  K3_TRY(put_integer(path, file, "first_context", info->first_context));
+  K3_TRY(k3_hdf5_put_text(path, file, "format", K3_RUN_FORMAT));
+  K3_TRY(k3_hdf5_put_integer(path, file, "format_version", K3_RUN_FORMAT_VERSION));
+  K3_TRY(k3_hdf5_put_text(path, file, "program_version", info->version));
+  K3_TRY(k3_hdf5_put_text(path, file, "model", info->model));
+  K3_TRY(k3_hdf5_put_attribute(path, file, "model_digest", H5T_STD_U64LE, H5T_NATIVE_UINT64, &info->model_digest));
+  K3_TRY(k3_hdf5_put_integer(path, file, "ranks", info->ranks));
+  K3_TRY(k3_hdf5_put_text(path, file, "backend", info->backend));
+  K3_TRY(k3_hdf5_put_text(path, file, "devices", info->devices));
+  K3_TRY(k3_hdf5_put_text(path, file, "command", info->command));
+  K3_TRY(k3_hdf5_put_text(path, file, "start_time", info->start_time));
+  K3_TRY(k3_hdf5_put_text(path, file, "kind", info->kind));
+  K3_TRY(k3_hdf5_put_integer(path, file, "first_context", info->first_context));
   char logits[32] = "none";
   if (info->logits == K3_LOGITS_ALL) strcpy(logits, "all");
   if (info->logits == K3_LOGITS_TOP) snprintf(logits, sizeof logits, "top:%lld", (long long)info->top);
-  K3_TRY(put_text(path, file, "logits", logits));
+  K3_TRY(k3_hdf5_put_text(path, file, "logits", logits));
 
-  K3_TRY(put_group(path, file, "/config"));
-  K3_TRY(put_group(path, file, "/prompt"));
-  K3_TRY(put_group(path, file, "/decode"));
-  K3_TRY(put_group(path, file, "/timings"));
-  K3_TRY(put_config(path, file, info->config));
+  K3_TRY(k3_hdf5_put_group(path, file, "/config"));
+  K3_TRY(k3_hdf5_put_group(path, file, "/prompt"));
+  K3_TRY(k3_hdf5_put_group(path, file, "/decode"));
+  K3_TRY(k3_hdf5_put_group(path, file, "/timings"));
+  K3_TRY(k3_hdf5_put_config(path, file, info->config));
   hsize_t prompt = (hsize_t)info->prompt_count;
-  K3_TRY(put_dataset(path, file, "/prompt/token_ids", H5T_STD_I64LE, H5T_NATIVE_INT64, 1, &prompt, info->prompt));
+  K3_TRY(k3_hdf5_put_dataset(path, file, "/prompt/token_ids", H5T_STD_I64LE, H5T_NATIVE_INT64, 1, &prompt, info->prompt));
   const char *plan = info->plan ? info->plan : "";
-  K3_TRY(put_text_dataset(path, file, "/plan", plan, strlen(plan) + 1));
-  if (info->phases > 0) K3_TRY(put_phase_names(path, file, info));
-  K3_TRY(put_text_dataset(path, file, "/ending", "running", K3_RUN_ENDING_BYTES));
+  K3_TRY(k3_hdf5_put_text_dataset(path, file, "/plan", plan, strlen(plan) + 1));
+  if (info->phases > 0)
+    K3_TRY(k3_hdf5_put_texts(path, file, "/timings/phase_names", 1, (hsize_t[]){(hsize_t)info->phases}, info->phase_names));
+  K3_TRY(k3_hdf5_put_text_dataset(path, file, "/ending", "running", K3_RUN_ENDING_BYTES));
   uint64_t none = 0;
-  return put_dataset(path, file, "/decode/steps", H5T_STD_U64LE, H5T_NATIVE_UINT64, 0, NULL, &none);
+  return k3_hdf5_put_dataset(path, file, "/decode/steps", H5T_STD_U64LE, H5T_NATIVE_UINT64, 0, NULL, &none);
 }
 
 /* ---------------------------------------------------------------- datasets that grow */
@@ -304,10 +177,10 @@ static K3Status put_column(K3RunFile *run, int which, const char *name, hid_t st
   hid_t space = H5Screate_simple(axes, column->size, limit), properties = H5Pcreate(H5P_DATASET_CREATE);
   if (space < 0 || properties < 0 || H5Pset_chunk(properties, axes, chunk) < 0 ||
       (column->dataset = H5Dcreate2(run->file, name, stored, space, H5P_DEFAULT, properties, H5P_DEFAULT)) < 0) {
-    status = HDF5_FAIL("output %s: dataset %s cannot be made", run->path, name);
+    status = K3_HDF5_FAIL("output %s: dataset %s cannot be made", run->path, name);
     goto done;
   }
-  if (units) status = put_text(run->path, column->dataset, "units", units);
+  if (units) status = k3_hdf5_put_text(run->path, column->dataset, "units", units);
 done:
   if (properties >= 0) H5Pclose(properties);
   if (space >= 0) H5Sclose(space);
@@ -350,7 +223,7 @@ static K3Status append_row(K3RunFile *run, Column *column, const void *row)
              H5Dflush(column->dataset) >= 0;
   K3Status status = K3_OK;
   if (!good)
-    status = HDF5_FAIL("output %s: step %llu of %s cannot be written; the steps before it are kept",
+    status = K3_HDF5_FAIL("output %s: step %llu of %s cannot be written; the steps before it are kept",
                           run->path, (unsigned long long)run->count, column->path);
   if (space >= 0) H5Sclose(space);
   return status;
@@ -372,7 +245,7 @@ static K3Status close_ids(K3RunFile *run)
   if (run->steps >= 0 && H5Dclose(run->steps) < 0) good = 0;
   if (run->file >= 0 && H5Fclose(run->file) < 0) good = 0;
   run->ending = run->steps = run->file = H5I_INVALID_HID;
-  return good ? K3_OK : HDF5_FAIL("output %s cannot be closed", run->path);
+  return good ? K3_OK : K3_HDF5_FAIL("output %s cannot be closed", run->path);
 }
 
 /* Gives back what was reserved beyond the end, and the lock. */
@@ -441,7 +314,7 @@ static K3Status access_properties(const char *path, int lockless, hid_t *access)
 #else
   (void)lockless;
 #endif
-  return good ? K3_OK : HDF5_FAIL("output %s: HDF5 refuses its latest format", path);
+  return good ? K3_OK : K3_HDF5_FAIL("output %s: HDF5 refuses its latest format", path);
 }
 
 /* The identifiers that steps need, beside the columns' datasets. */
@@ -450,7 +323,7 @@ static K3Status open_datasets(K3RunFile *run)
   run->steps = H5Dopen2(run->file, "/decode/steps", H5P_DEFAULT);
   run->ending = H5Dopen2(run->file, "/ending", H5P_DEFAULT);
   if (run->steps < 0 || run->ending < 0)
-    return HDF5_FAIL("output %s: /decode/steps or /ending cannot be opened", run->path);
+    return K3_HDF5_FAIL("output %s: /decode/steps or /ending cannot be opened", run->path);
   run->step_bytes = STEP_METADATA_BYTES;
   for (int i = 0; i < COLUMNS; i++) {
     Column *column = &run->column[i];
@@ -458,7 +331,7 @@ static K3Status open_datasets(K3RunFile *run)
     run->step_bytes += column->row_bytes;
     column->memory = column->axes > 1 ? H5Screate_simple(column->axes - 1, column->size + 1, NULL)
                                       : H5Screate(H5S_SCALAR);
-    if (column->memory < 0) return HDF5_FAIL("output %s: %s: no dataspace", run->path, column->path);
+    if (column->memory < 0) return K3_HDF5_FAIL("output %s: %s: no dataspace", run->path, column->path);
   }
   return K3_OK;
 }
@@ -487,13 +360,13 @@ static K3Status create_hdf5(K3RunFile *run, const K3RunInfo *info, int lockless)
   if (!lockless) flock(run->lock, LOCK_UN); /* HDF5 takes the same lock, until SWMR writing starts */
   run->file = H5Fcreate(run->path, H5F_ACC_TRUNC, H5P_DEFAULT, access);
   if (run->file < 0) {
-    status = HDF5_FAIL("output %s cannot be created", run->path);
+    status = K3_HDF5_FAIL("output %s cannot be created", run->path);
     goto done;
   }
   K3_TRY_DONE(put_description(run, info));
   K3_TRY_DONE(put_columns(run, info));
   if (H5Fstart_swmr_write(run->file) < 0) {
-    status = HDF5_FAIL("output %s cannot be written", run->path);
+    status = K3_HDF5_FAIL("output %s cannot be written", run->path);
     goto done;
   }
   if (!lockless && flock(run->lock, LOCK_SH | LOCK_NB) != 0 && errno == EWOULDBLOCK)
@@ -558,7 +431,7 @@ static K3Status append_locked(K3RunFile *run, const K3RunStep *step)
   uint64_t count = run->count + 1;
   if (H5Dwrite(run->steps, H5T_NATIVE_UINT64, H5S_ALL, H5S_ALL, H5P_DEFAULT, &count) < 0 ||
       H5Dflush(run->steps) < 0)
-    return HDF5_FAIL("output %s: /decode/steps cannot be written; %llu steps are kept", run->path,
+    return K3_HDF5_FAIL("output %s: /decode/steps cannot be written; %llu steps are kept", run->path,
                         (unsigned long long)run->count);
   run->count = count;
   run->failed = 0;
@@ -581,10 +454,10 @@ static K3Status end_locked(K3RunFile *run, const char *ending)
   if (ending) {
     char text[K3_RUN_ENDING_BYTES] = "";
     strncpy(text, ending, sizeof text - 1);
-    hid_t type = text_type(sizeof text);
+    hid_t type = k3_hdf5_text_type(sizeof text);
     if (type < 0 || H5Dwrite(run->ending, type, H5S_ALL, H5S_ALL, H5P_DEFAULT, text) < 0 ||
         H5Dflush(run->ending) < 0)
-      status = HDF5_FAIL("output %s: /ending cannot be written", run->path);
+      status = K3_HDF5_FAIL("output %s: /ending cannot be written", run->path);
     if (type >= 0) H5Tclose(type);
   }
   K3Status closed = close_ids(run);

@@ -7,6 +7,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include "store/hdf5_error.h"
@@ -100,8 +101,13 @@ static char *find_text_attribute(hid_t where, const char *name)
 
 K3FileKind k3_run_reader_recognise(const char *path)
 {
-  int descriptor = open(path, O_RDONLY | O_CLOEXEC), unfinished;
+  struct stat found;
+  int descriptor = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK), unfinished; /* a FIFO without a writer must not hold us */
   if (descriptor < 0) return K3_FILE_UNREADABLE;
+  if (fstat(descriptor, &found) == 0 && (S_ISFIFO(found.st_mode) || S_ISCHR(found.st_mode) || S_ISSOCK(found.st_mode))) {
+    close(descriptor);
+    return K3_FILE_NOT_HDF5;
+  }
   char signature[8] = "";
   ssize_t count = read(descriptor, signature, sizeof signature);
   close(descriptor);
