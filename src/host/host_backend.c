@@ -356,6 +356,18 @@ static void host_close(K3Backend *backend)
   free(backend);
 }
 
+/* The ranks of a host share its processors; without a word from the user each takes its part of them. */
+static void share_processors(const K3Comm *comm)
+{
+#ifdef _OPENMP
+  if (getenv("OMP_NUM_THREADS")) return;
+  int threads = omp_get_num_procs() / comm->local_world;
+  omp_set_num_threads(threads > 0 ? threads : 1);
+#else
+  (void)comm;
+#endif
+}
+
 K3Status k3_backend_open_host(K3Source *source, const K3Plan *plan, K3Comm *comm, const K3BackendOptions *options,
                               K3Backend **out)
 {
@@ -383,6 +395,7 @@ K3Status k3_backend_open_host(K3Source *source, const K3Plan *plan, K3Comm *comm
                          .describe_attention = host_describe_attention,
                          .step = k3_host_step,
                          .close = host_close};
+  share_processors(comm);
   *out = backend;
   return K3_OK;
 }
