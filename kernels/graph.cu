@@ -7,16 +7,9 @@
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
-#include <time.h>
 
+#include "base/clock.h"
 #include "kernels/backend.h"
-
-static double now_s(void)
-{
-  struct timespec time;
-  clock_gettime(CLOCK_MONOTONIC, &time);
-  return (double)time.tv_sec + (double)time.tv_nsec * 1e-9;
-}
 
 /* --- phase times ------------------------------------------------------------------------------------------- */
 
@@ -118,7 +111,7 @@ K3Status k3_cuda_wait(K3Cuda *cuda)
               (long long)cuda->position, cudaGetErrorString(error), cudaGetErrorName(error));
     }
     if (turn % 1024) continue;
-    double now = now_s();
+    double now = 1e-3 * k3_clock_ms();
     if (deadline == 0.0) deadline = now + cuda->watchdog_s;
     if (cuda->collectives.poll) K3_TRY(cuda->collectives.poll(cuda));
     if (now > deadline) return hangs(cuda);
@@ -217,9 +210,9 @@ static K3Status replay(K3Cuda *cuda, int choose)
   cuda->waits = 0;
   if (!graph->exec || graph->plan_rows != cuda->attention.rows) K3_TRY(capture(cuda, choose));
   stop_if_planted(cuda);
-  double begin = now_s();
+  double begin = 1e-3 * k3_clock_ms();
   K3_CUDA_TRY(cudaGraphLaunch(graph->exec, cuda->stream));
-  cuda->launch_s += now_s() - begin;
+  cuda->launch_s += 1e-3 * k3_clock_ms() - begin;
   cuda->launches++;
   return K3_OK;
 }

@@ -5,8 +5,8 @@
  * host either way, widened to float32. */
 #include <math.h>
 #include <stdlib.h>
-#include <time.h>
 
+#include "base/clock.h"
 #include "kernels/backend.h"
 #include "kernels/norm.h"
 
@@ -20,13 +20,6 @@ typedef struct {
   int synthetic; /* matrices come from `recipe` */
   int64_t done, all;
 } Loader;
-
-static double now_s(void)
-{
-  struct timespec time;
-  clock_gettime(CLOCK_MONOTONIC, &time);
-  return (double)time.tv_sec + (double)time.tv_nsec * 1e-9;
-}
 
 static K3Status open_loader(const K3Cuda *cuda, Loader *loader)
 {
@@ -226,7 +219,7 @@ K3Status k3_cuda_load_weights(K3Cuda *cuda, K3Progress progress, void *context)
 {
   Loader loader;
   K3Status status = K3_OK;
-  double begin = now_s();
+  double begin = 1e-3 * k3_clock_ms();
   cuda->launch.phase = "load";
   K3_TRY_DONE(open_loader(cuda, &loader));
   K3_TRY_DONE(load_codebook(cuda));
@@ -236,7 +229,7 @@ K3Status k3_cuda_load_weights(K3Cuda *cuda, K3Progress progress, void *context)
   }
   K3_TRY_DONE(make_scores(cuda));
   K3_CUDA_TRY_DONE(cudaStreamSynchronize(cuda->stream));
-  cuda->load_seconds = now_s() - begin;
+  cuda->load_seconds = 1e-3 * k3_clock_ms() - begin;
   cuda->load_bytes = loader.done;
 done:
   K3Status closed = close_loader(&loader);

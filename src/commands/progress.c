@@ -5,15 +5,9 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/ioctl.h>
-#include <time.h>
 #include <unistd.h>
 
-static double now_s(void)
-{
-  struct timespec now;
-  clock_gettime(CLOCK_MONOTONIC, &now);
-  return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
-}
+#include "base/clock.h"
 
 static int terminal_columns(void)
 {
@@ -40,7 +34,7 @@ static void describe(const K3ProgressBar *bar, double elapsed_s, char *text, siz
 static void draw(K3ProgressBar *bar)
 {
   char text[128], line[512], blocks[64];
-  describe(bar, now_s() - bar->start_s, text, sizeof text);
+  describe(bar, 1e-3 * k3_clock_ms() - bar->start_s, text, sizeof text);
   double part = bar->all > 0 ? (double)bar->done / (double)bar->all : 1.0;
   if (part > 1) part = 1;
   int columns = terminal_columns();
@@ -62,7 +56,7 @@ static void draw(K3ProgressBar *bar)
 void k3_progress_start(K3ProgressBar *bar, const char *label, K3ProgressUnit unit, int64_t all, int enabled)
 {
   const char *terminal = getenv("TERM");
-  *bar = (K3ProgressBar){.label = label, .unit = unit, .all = all, .start_s = now_s()};
+  *bar = (K3ProgressBar){.label = label, .unit = unit, .all = all, .start_s = 1e-3 * k3_clock_ms()};
   bar->shown = enabled && isatty(STDERR_FILENO) && !(terminal && strcmp(terminal, "dumb") == 0);
   if (bar->shown) draw(bar);
   bar->drawn_s = bar->start_s;
@@ -72,7 +66,7 @@ void k3_progress_update(K3ProgressBar *bar, int64_t done)
 {
   bar->done = done;
   if (!bar->shown) return;
-  double now = now_s();
+  double now = 1e-3 * k3_clock_ms();
   if (now - bar->drawn_s < 0.1) return;
   bar->drawn_s = now;
   draw(bar);

@@ -4,8 +4,8 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
+#include "base/clock.h"
 #include "decode/interrupt.h"
 
 enum { TIMES = 1 + K3_PHASE_COUNT }; /* a rank's times of a step: whole, then phases */
@@ -26,13 +26,6 @@ typedef struct {
   double *phase_ms;     /* [ranks, phases] */
   int64_t *piece;       /* [4, ranks] counts and displacements: vocabulary, times */
 } Loop;
-
-static double now_ms(void)
-{
-  struct timespec time;
-  clock_gettime(CLOCK_MONOTONIC, &time);
-  return (double)time.tv_sec * 1e3 + (double)time.tv_nsec * 1e-6;
-}
 
 K3Status k3_decode_check_prompt(const K3Config *config, int64_t start, const K3DecodeOptions *options)
 {
@@ -169,9 +162,9 @@ static K3Status agree_to_go_on(Loop *loop, K3Status status, int *signal)
 /* Feeds one token; a failure here would leave the other ranks waiting, so it ends them. */
 static void feed(Loop *loop, int64_t token, int choose, K3StepResult *step, double *step_ms)
 {
-  double begin = now_ms();
+  double begin = k3_clock_ms();
   K3Status status = loop->backend->step(loop->backend, token, choose, loop->options->logits != K3_LOGITS_NONE, step);
-  *step_ms = now_ms() - begin;
+  *step_ms = k3_clock_ms() - begin;
   if (status == K3_OK && choose) status = collect(loop, step, *step_ms);
   if (status != K3_OK) end_all(loop, status);
 }

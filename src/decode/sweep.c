@@ -4,8 +4,8 @@
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
+#include "base/clock.h"
 #include "base/statistics.h"
 #include "decode/interrupt.h"
 
@@ -18,13 +18,6 @@ typedef struct {
   int64_t steps_done, steps_all;
   int *signal;
 } Measure;
-
-static double now_ms(void)
-{
-  struct timespec time;
-  clock_gettime(CLOCK_MONOTONIC, &time);
-  return (double)time.tv_sec * 1e3 + (double)time.tv_nsec * 1e-6;
-}
 
 int64_t k3_sweep_capacity(int64_t context, int64_t steps) { return context + K3_SWEEP_WARM_STEPS + steps; }
 
@@ -40,9 +33,9 @@ static void run_steps(Measure *measure, int64_t *tokens)
   int64_t token = 0;
   for (int64_t n = -K3_SWEEP_WARM_STEPS; n < sweep->steps; n++) {
     K3StepResult step = {0};
-    double begin = now_ms();
+    double begin = k3_clock_ms();
     K3Status status = measure->backend->step(measure->backend, token, 1, 0, &step);
-    double end = now_ms();
+    double end = k3_clock_ms();
     if (status != K3_OK) k3_comm_abort(measure->comm, status);
     token = step.token;
     if (n < 0) continue;

@@ -11,23 +11,17 @@
 #include <omp.h>
 #endif
 
+#include "base/clock.h"
 #include "base/breakage.h"
 #include "host/host_state.h"
 #include "host/kda.h"
 #include "host/mla.h"
 #include "host/residual.h"
 
-static double now_ms(void)
-{
-  struct timespec time;
-  clock_gettime(CLOCK_MONOTONIC, &time);
-  return (double)time.tv_sec * 1e3 + (double)time.tv_nsec * 1e-6;
-}
-
 /* Books the time since `begin`, less what went to collectives, to `phase`. */
 static void book(K3Host *host, K3Phase phase, double begin)
 {
-  host->phase_ms[phase] += now_ms() - begin - host->comm_ms;
+  host->phase_ms[phase] += k3_clock_ms() - begin - host->comm_ms;
   host->phase_ms[K3_PHASE_COMM] += host->comm_ms;
   host->comm_ms = 0.0;
 }
@@ -46,9 +40,9 @@ static void silence(double *sum, int64_t n)
 
 static K3Status reduce(K3Host *host, double *data, int64_t count)
 {
-  double begin = now_ms();
+  double begin = k3_clock_ms();
   K3Status status = host->comm->all_reduce(host->comm, data, count, K3_ELEMENT_F64, K3_REDUCE_SUM);
-  host->comm_ms += now_ms() - begin;
+  host->comm_ms += k3_clock_ms() - begin;
   return status;
 }
 
@@ -73,9 +67,9 @@ static K3Pieces share_pieces(K3Host *host, int slot, K3Share share, K3Share more
 
 static K3Status gather(K3Host *host, float *data, K3Pieces pieces)
 {
-  double begin = now_ms();
+  double begin = k3_clock_ms();
   K3Status status = host->comm->all_gather(host->comm, data, pieces, K3_ELEMENT_F32);
-  host->comm_ms += now_ms() - begin;
+  host->comm_ms += k3_clock_ms() - begin;
   return status;
 }
 
@@ -207,10 +201,10 @@ static K3Status return_partials(K3Host *host)
     count[r] = own;
     displacement[r] = r * own;
   }
-  double begin = now_ms();
+  double begin = k3_clock_ms();
   K3_TRY(host->comm->all_to_all(host->comm, host->partials, sent, host->returned, (K3Pieces){count, displacement},
                                 K3_ELEMENT_F64));
-  host->comm_ms += now_ms() - begin;
+  host->comm_ms += k3_clock_ms() - begin;
   for (int64_t h = 0; h < heads.end - heads.begin; h++) {
     double *into = host->partials + (heads.begin + h) * width;
     memcpy(into, host->returned + h * width, (size_t)width * 8);
@@ -368,9 +362,9 @@ static K3Status embed(K3Host *host, int64_t token)
     int64_t row = owner == host->rank ? token - rows.begin : token % (rows.end - rows.begin);
     k3_host_decode_row(k3_host_matrix_of(host, -1, K3_ROLE_EMBED), 0, row, host->p);
   }
-  double begin = now_ms();
+  double begin = k3_clock_ms();
   K3_TRY(host->comm->broadcast(host->comm, host->p, c->hidden_size, K3_ELEMENT_F32, owner));
-  host->comm_ms += now_ms() - begin;
+  host->comm_ms += k3_clock_ms() - begin;
   return K3_OK;
 }
 
@@ -386,7 +380,7 @@ static K3Status attention_sublayer(K3Host *host, int64_t i)
 {
   const K3Config *c = host->config;
   K3Phase phase = c->layer_types[i] == K3_LAYER_KDA ? K3_PHASE_ATTN_KDA : K3_PHASE_ATTN_MLA;
-  double begin = now_ms();
+  double begin = k3_clock_ms();
   mix_and_norm(host, i, K3_ROLE_ATTN_RES_NORM, K3_ROLE_ATTN_RES_PROJ, K3_ROLE_INPUT_NORM);
   int restart = i % c->attn_res_block_size == 0;
   if (restart) memcpy(host->bank + host->banked++ * c->hidden_size, host->p, (size_t)c->hidden_size * 4);
@@ -407,7 +401,7 @@ static K3Status ffn_sublayer(K3Host *host, int64_t i)
 {
   const K3Config *c = host->config;
   K3Phase phase = k3_config_is_dense(c, i) ? K3_PHASE_FFN_DENSE : K3_PHASE_FFN_MOE;
-  double begin = now_ms();
+  double begin = k3_clock_ms();
   mix_and_norm(host, i, K3_ROLE_MLP_RES_NORM, K3_ROLE_MLP_RES_PROJ, K3_ROLE_POST_ATTN_NORM);
   if (phase == K3_PHASE_FFN_DENSE)
     feed_dense(host, i);
@@ -438,9 +432,9 @@ static K3Status choose_token(K3Host *host, int64_t *token)
       pairs[2 * host->rank] = (double)host->logits[n];
       pairs[2 * host->rank + 1] = (double)(rows.begin + n);
     }
-  double begin = now_ms();
+  double begin = k3_clock_ms();
   K3_TRY(host->comm->all_gather(host->comm, pairs, (K3Pieces){count, displacement}, K3_ELEMENT_F64));
-  host->comm_ms += now_ms() - begin;
+  host->comm_ms += k3_clock_ms() - begin;
   int best = -1;
   for (int r = 0; r < world; r++)
     if (pairs[2 * r + 1] >= 0.0 && (best < 0 || pairs[2 * r] > pairs[2 * best])) best = r;
@@ -451,7 +445,7 @@ static K3Status choose_token(K3Host *host, int64_t *token)
 static K3Status head(K3Host *host, int64_t *token)
 {
   const K3Config *c = host->config;
-  double begin = now_ms();
+  double begin = k3_clock_ms();
   mix_and_norm(host, -1, K3_ROLE_OUTPUT_RES_NORM, K3_ROLE_OUTPUT_RES_PROJ, K3_ROLE_FINAL_NORM);
   k3_host_matvec(k3_host_matrix_of(host, -1, K3_ROLE_LM_HEAD), 0, host->x, host->wide[0]);
   to_float(host->wide[0], k3_host_own(host, K3_SHARE_VOCAB), host->logits);
@@ -468,7 +462,7 @@ K3Status k3_host_step(K3Backend *backend, int64_t token, int choose, int want_lo
   memset(host->phase_ms, 0, sizeof host->phase_ms);
   host->comm_ms = 0.0;
   host->banked = 0; /* the bank belongs to a token (known fault F14) */
-  double begin = now_ms();
+  double begin = k3_clock_ms();
   K3_TRY(embed(host, token));
   book(host, K3_PHASE_EMBED, begin);
   for (int64_t i = 0; i < c->num_layers; i++) {
