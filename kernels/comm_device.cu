@@ -33,7 +33,7 @@
 
 namespace {
 
-enum { BLOCKS = 56, THREADS = 128, PAIR_SLOTS = 2 * THREADS, MOST_RANKS = 16, MOST_BUFFERS = 3 };
+enum { BLOCKS = 56, THREADS = 128, PAIR_SLOTS = 2 * THREADS, MOST_RANKS = 16, MOST_BUFFERS = 3, MOST_GROUPS = 7 };
 
 /* What both kernels need. */
 typedef struct {
@@ -143,28 +143,31 @@ __device__ void store_unit(const Exchange &a, int rank, int64_t u, uint2 x)
   if (left > 1) to[1] = x.y;
 }
 
-__global__ void __launch_bounds__(THREADS) exchange_kernel(const __grid_constant__ Exchange a)
+/* Each group of THREADS threads serves one peer at a time, so that the receiving from up to MOST_GROUPS peers overlaps. */
+__global__ void __launch_bounds__(THREADS *MOST_GROUPS) exchange_kernel(const __grid_constant__ Exchange a)
 {
   k3_wait();
   ncclCoopCta block;
   const ncclDevComm &comm = a.session.comm;
   ncclTeam team = ncclTeamLsa(comm);
   Slots slots(block, comm, team, a.session.handle, blockIdx.x, 0);
-  int me = comm.lsaRank, world = comm.lsaSize;
-  int64_t begin = (int64_t)blockIdx.x * THREADS, first = begin + threadIdx.x, stride = (int64_t)gridDim.x * THREADS;
-  for (int step = 1; step < world; step++) {
-    int rank = (me + step) % world, slot = me * PAIR_SLOTS + threadIdx.x;
+  int me = comm.lsaRank, world = comm.lsaSize, thread = threadIdx.x % THREADS;
+  int group = threadIdx.x / THREADS, groups = blockDim.x / THREADS;
+  int64_t begin = (int64_t)blockIdx.x * THREADS, first = begin + thread, stride = (int64_t)gridDim.x * THREADS;
+  for (int step = 1 + group; step < world; step += groups) {
+    int rank = (me + step) % world, slot = me * PAIR_SLOTS + thread;
     int64_t units = units_of(a, rank, true);
     for (int64_t u = first; u < units; u += stride, slot += THREADS) slots.send(rank, slot, load_unit(a, rank, u));
-    if (units <= begin && threadIdx.x == 0) slots.send(rank, me * PAIR_SLOTS, make_uint2(0u, 0u)); /* nothing, said */
+    if (units <= begin && thread == 0) slots.send(rank, me * PAIR_SLOTS, make_uint2(0u, 0u)); /* nothing, said */
   }
   int64_t own = units_of(a, me, true);
-  for (int64_t u = first; u < own; u += stride) store_unit(a, me, u, load_unit(a, me, u));
-  for (int step = 1; step < world; step++) {
-    int rank = (me + world - step) % world, slot = rank * PAIR_SLOTS + threadIdx.x;
+  if (group == 0)
+    for (int64_t u = first; u < own; u += stride) store_unit(a, me, u, load_unit(a, me, u));
+  for (int step = 1 + group; step < world; step += groups) {
+    int rank = (me + world - step) % world, slot = rank * PAIR_SLOTS + thread;
     int64_t units = units_of(a, rank, false);
     for (int64_t u = first; u < units; u += stride, slot += THREADS) store_unit(a, rank, u, slots.recv<uint2>(slot));
-    if (units <= begin && threadIdx.x == 0) (void)slots.recv<uint2>(rank * PAIR_SLOTS);
+    if (units <= begin && thread == 0) (void)slots.recv<uint2>(rank * PAIR_SLOTS);
   }
   linger(a.session.spin_ns);
   slots.endEpoch(block);
@@ -232,9 +235,11 @@ int64_t most_units(const K3Cuda *cuda, const Exchange *a, int sends)
 K3Status launch_exchange(K3Cuda *cuda, Exchange *a, unsigned blocks)
 {
   a->session = device_of(cuda)->session;
+  int peers = cuda->world - 1;
+  int groups = peers < 1 ? 1 : peers < MOST_GROUPS ? peers : (int)MOST_GROUPS;
   void *arguments[] = {a};
-  return k3_cuda_launch_kernel(&cuda->launch, "exchange_kernel", (const void *)exchange_kernel, blocks, THREADS, 1, 0,
-                               arguments);
+  return k3_cuda_launch_kernel(&cuda->launch, "exchange_kernel", (const void *)exchange_kernel, blocks,
+                               (unsigned)(THREADS * groups), 1, 0, arguments);
 }
 
 K3Status device_all_gather(K3Cuda *cuda, int buffers, const void *const *own, void *const *data, const K3Pieces *pieces,
