@@ -4,6 +4,8 @@
  * A step: each dataset grows by a row and is flushed, then /decode/steps is written and flushed. No fsync:
  * what was flushed outlives the process, not the machine.
  *
+ * A file that a kill cut short before that point would not open, so until then it is PATH.partial.
+ *
  * A full disk must not reach HDF5: after a failed write its H5Fclose fails too, and the library crashes when the
  * process ends (1.10.8). So the room for a step is reserved before the step.
  *
@@ -47,7 +49,7 @@ typedef struct {
 enum { TOKEN_IDS, LOGITS, TOP_IDS, TOP_LOGITS, STEP_MS, RANK_STEP_MS, PHASE_MS, COLUMNS };
 
 struct K3RunFile {
-  char path[4096];
+  char path[4096], partial[4096 + sizeof ".partial"];
   hid_t file, steps, ending; /* H5I_INVALID_HID once ended */
   int lock;                  /* descriptor that holds the lock, -1 */
   Column column[COLUMNS];
@@ -84,32 +86,66 @@ static K3Status take_lock(const char *path, int descriptor, int *lockless)
   return K3_OK;
 }
 
-/* Claims the path and locks it exclusively. *made: the file is new, so a failure removes it. */
-static K3Status claim(const char *path, int overwrite, int *descriptor, int *made, int *lockless)
+/* The file that stands at `path`, locked until it is replaced; *old = -1: there is none. */
+static K3Status hold_old(const char *path, int overwrite, int *old)
 {
-  *made = 1;
-  int fd = open(path, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
-  if (fd < 0 && errno == EEXIST && overwrite) {
-    *made = 0;
-    fd = open(path, O_RDWR | O_CLOEXEC);
+  int lockless;
+  struct stat found;
+  *old = -1;
+  if (lstat(path, &found) != 0 && (errno == ENOENT || errno == ENOTDIR)) return K3_OK;
+  if (!overwrite) K3_FAIL(K3_ERR_INPUT, "output %s exists; give another path, or --overwrite", path);
+  *old = open(path, O_RDWR | O_CLOEXEC);
+  if (*old < 0 && errno == EISDIR) K3_FAIL(K3_ERR_INPUT, "output %s is a directory; give the path of a file in it", path);
+  if (*old < 0) K3_FAIL(K3_ERR_INPUT, "output %s cannot be written: %s", path, strerror(errno));
+  K3_TRY(take_lock(path, *old, &lockless));
+  if (!lockless) flock(*old, LOCK_UN); /* HDF5 locks the file too, to look into it */
+  K3_TRY(check_replaceable(path, *old));
+  return take_lock(path, *old, &lockless);
+}
+
+/* Makes PATH.partial and locks it exclusively. One that a killed process left bears no lock, and is replaced. */
+static K3Status claim(const char *path, const char *partial, int *descriptor, int *lockless)
+{
+  int left = open(partial, O_RDWR | O_CLOEXEC);
+  if (left >= 0) {
+    K3Status status = take_lock(path, left, lockless);
+    if (status == K3_OK) unlink(partial);
+    close(left);
+    K3_TRY(status);
   }
+  int fd = open(partial, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
   if (fd < 0) {
     int reason = errno;
-    if (reason == EEXIST)
-      K3_FAIL(K3_ERR_INPUT, "output %s exists; give another path, or --overwrite", path);
     if (reason == ENOENT || reason == ENOTDIR)
       K3_FAIL(K3_ERR_INPUT, "output %s: no such directory; make it first", path);
-    if (reason == EISDIR) K3_FAIL(K3_ERR_INPUT, "output %s is a directory; give the path of a file in it", path);
     if (reason == ENOSPC || reason == EDQUOT) K3_FAIL(K3_ERR_INPUT, "output %s: the disk is full (%s)", path,
                                                       strerror(reason));
+    if (reason == EEXIST)
+      K3_FAIL(K3_ERR_INPUT, "output %s: another process has just begun it (a second job with the same --output?)", path);
     K3_FAIL(K3_ERR_INPUT, "output %s cannot be written: %s", path, strerror(reason));
   }
   *descriptor = fd;
-  K3_TRY(take_lock(path, fd, lockless));
-  if (*made) return K3_OK;
-  if (!*lockless) flock(fd, LOCK_UN); /* HDF5 locks the file too, to look into it */
-  K3_TRY(check_replaceable(path, fd));
   return take_lock(path, fd, lockless);
+}
+
+/* The file is whole: from here on it bears its name. */
+static K3Status put_in_place(const K3RunFile *run, int overwrite)
+{
+  int failed;
+  if (overwrite) {
+    failed = rename(run->partial, run->path);
+  } else { /* a file that appeared meanwhile is kept */
+    failed = renameat2(AT_FDCWD, run->partial, AT_FDCWD, run->path, RENAME_NOREPLACE);
+    if (failed && (errno == EINVAL || errno == ENOSYS)) {
+      failed = access(run->path, F_OK) == 0;
+      if (failed) errno = EEXIST;
+      else failed = rename(run->partial, run->path);
+    }
+  }
+  if (failed && errno == EEXIST)
+    K3_FAIL(K3_ERR_INPUT, "output %s exists now: another job has made it; give another path", run->path);
+  if (failed) K3_FAIL(K3_ERR_INPUT, "output %s cannot be put in place: %s", run->path, strerror(errno));
+  return K3_OK;
 }
 
 /* ---------------------------------------------------------------- what does not grow */
@@ -346,7 +382,7 @@ static int64_t first_bytes(const K3RunInfo *info)
   return bytes;
 }
 
-/* The HDF5 file in the claimed path, up to SWMR writing. */
+/* The HDF5 file in the claimed PATH.partial, up to SWMR writing. */
 static K3Status create_hdf5(K3RunFile *run, const K3RunInfo *info, int lockless)
 {
   K3Status status = K3_OK;
@@ -358,7 +394,7 @@ static K3Status create_hdf5(K3RunFile *run, const K3RunInfo *info, int lockless)
   run->reserved = 0; /* H5Fcreate truncates it away: this was to see whether it would fit */
   K3_TRY_DONE(access_properties(run->path, lockless, &access));
   if (!lockless) flock(run->lock, LOCK_UN); /* HDF5 takes the same lock, until SWMR writing starts */
-  run->file = H5Fcreate(run->path, H5F_ACC_TRUNC, H5P_DEFAULT, access);
+  run->file = H5Fcreate(run->partial, H5F_ACC_TRUNC, H5P_DEFAULT, access);
   if (run->file < 0) {
     status = K3_HDF5_FAIL("output %s cannot be created", run->path);
     goto done;
@@ -381,29 +417,32 @@ done:
 static K3Status create_locked(const char *path, const K3RunInfo *info, K3RunFile **file)
 {
   K3Status status = K3_OK;
-  int made = 0, lockless = 0;
   K3RunFile *run = NULL;
   K3_TRY(check_info(path, info));
   k3_hdf5_silence();
   run = calloc(1, sizeof *run);
   if (!run) K3_FAIL(K3_ERR_INPUT, "output %s: no memory", path);
   strcpy(run->path, path);
+  sprintf(run->partial, "%s.partial", path);
   run->file = run->steps = run->ending = H5I_INVALID_HID;
   run->lock = -1;
   for (int i = 0; i < COLUMNS; i++) run->column[i].dataset = run->column[i].memory = H5I_INVALID_HID;
 
-  status = claim(path, info->overwrite, &run->lock, &made, &lockless);
-  int claimed = status == K3_OK;
-  if (claimed) status = create_hdf5(run, info, lockless);
+  int old = -1, lockless = 0;
+  status = hold_old(path, info->overwrite, &old);
+  if (status == K3_OK) status = claim(path, run->partial, &run->lock, &lockless);
+  if (status == K3_OK) status = create_hdf5(run, info, lockless);
+  if (status == K3_OK) status = put_in_place(run, info->overwrite);
   if (status != K3_OK) {
     close_ids(run); /* its failure is a consequence: the first message stands */
-    if (claimed || (made && run->lock >= 0)) unlink(path);
+    if (run->lock >= 0) unlink(run->partial);
     let_go(run);
     free(run);
-    return status;
+    run = NULL;
   }
+  if (old >= 0) close(old);
   *file = run;
-  return K3_OK;
+  return status;
 }
 
 K3Status k3_run_file_create(const char *path, const K3RunInfo *info, K3RunFile **file)
