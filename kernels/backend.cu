@@ -272,7 +272,7 @@ static K3Status cuda_configure(K3Backend *backend, const K3Plan *plan, const K3B
   cuda->timed = options->phase_times || flag("K3_PHASE_TIMES", 0);
   count_cache_rows(cuda);
   K3_TRY(find_attention_shape(cuda));
-  K3_TRY(k3_cuda_most_partials(cuda->shape, cuda->cache_rows, &acc, &ml));
+  K3_TRY(k3_cuda_most_partials(cuda->shape, cuda->cache_rows, k3_cuda_most_rows(cuda, plan), &acc, &ml));
   if (cuda->cache_rows > cuda->held_rows || acc > cuda->held_acc || ml > cuda->held_ml ||
       options->start >= cuda->options.capacity)
     K3_FAIL(K3_ERR_INPUT,

@@ -232,8 +232,11 @@ K3Status k3_cuda_device_choose(K3Cuda *cuda, int share);
 K3Status k3_cuda_check_limits(const K3Cuda *cuda);
 K3Status k3_cuda_place_weights(K3Cuda *cuda, K3CudaPool *pool);
 K3Status k3_cuda_place_state(K3Cuda *cuda, K3CudaPool *pool);
-/* Floats of acc, and of m or l, that plans of `shape` want while rows grow up to `most`; *acc, *ml only grow. */
-K3Status k3_cuda_most_partials(K3AttentionShape shape, int64_t most, int64_t *acc, int64_t *ml);
+/* Rows that this rank would hold at max_context. Plans end there, not at the room of this run: so two runs with unlike room cut
+ * attention alike at every depth, and a decode that goes on from a snapshot has the same bits. */
+int64_t k3_cuda_most_rows(const K3Cuda *cuda, const K3Plan *plan);
+/* Floats of acc, and of m or l, that plans of `shape`, ending at `limit`, want while rows grow up to `most`; *acc, *ml only grow. */
+K3Status k3_cuda_most_partials(K3AttentionShape shape, int64_t most, int64_t limit, int64_t *acc, int64_t *ml);
 int64_t k3_cuda_widest_group(const K3Cuda *cuda);
 
 /* load.cu */

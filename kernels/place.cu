@@ -170,11 +170,16 @@ static K3Status take_vector(K3CudaPool *pool, int64_t n, K3CudaVector *vector)
   return take_floats(pool, (n + 31) / 32, &vector->scales);
 }
 
-K3Status k3_cuda_most_partials(K3AttentionShape shape, int64_t most, int64_t *acc, int64_t *ml)
+int64_t k3_cuda_most_rows(const K3Cuda *cuda, const K3Plan *plan)
+{
+  return k3_plan_cache_rows(plan, cuda->rank, cuda->config->max_context);
+}
+
+K3Status k3_cuda_most_partials(K3AttentionShape shape, int64_t most, int64_t limit, int64_t *acc, int64_t *ml)
 {
   K3AttentionPlan plan;
   for (int64_t rows = 1;; rows = shape.rows + 1) {
-    shape.rows = k3_attention_capacity(rows, most);
+    shape.rows = k3_attention_capacity(rows, limit);
     K3_TRY(k3_attention_plan(&shape, &plan));
     *acc = max64(*acc, plan.acc_floats);
     *ml = max64(*ml, plan.ml_floats);
@@ -192,7 +197,8 @@ static K3Status most_partials(K3Cuda *cuda)
   int tensor_cores = 0;
   cuda->held_rows = cuda->cache_rows;
   cuda->held_acc = cuda->held_ml = 0;
-  K3_TRY(k3_cuda_most_partials(cuda->shape, cuda->cache_rows, &cuda->held_acc, &cuda->held_ml));
+  K3_TRY(k3_cuda_most_partials(cuda->shape, cuda->cache_rows, k3_cuda_most_rows(cuda, cuda->plan), &cuda->held_acc,
+                               &cuda->held_ml));
   if (!cuda->options.reconfigures) return K3_OK;
   for (int k = 0; k < 4; k++) {
     K3Plan plan = *cuda->plan;
@@ -204,7 +210,7 @@ static K3Status most_partials(K3Cuda *cuda)
         !k3_cuda_mla_tensor_serves(c->kv_lora_rank, c->qk_rope_head_dim, cuda->cache_type))
       continue;
     K3_TRY(k3_cuda_attention_shape(cuda, arm, k3_cuda_attend_heads(cuda, &plan), &tensor_cores, &shape));
-    K3_TRY(k3_cuda_most_partials(shape, max64(rows, 1), &cuda->held_acc, &cuda->held_ml));
+    K3_TRY(k3_cuda_most_partials(shape, max64(rows, 1), k3_cuda_most_rows(cuda, &plan), &cuda->held_acc, &cuda->held_ml));
   }
   return K3_OK;
 }

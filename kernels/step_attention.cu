@@ -83,7 +83,7 @@ K3Status k3_cuda_plan_attention(K3Cuda *cuda, int64_t rows)
 {
   int64_t ahead = k3_plan_cache_rows(cuda->plan, cuda->rank, cuda->options.horizon);
   if (rows < ahead) rows = ahead;
-  cuda->shape.rows = k3_attention_capacity(rows, cuda->cache_rows);
+  cuda->shape.rows = k3_attention_capacity(rows, k3_cuda_most_rows(cuda, cuda->plan));
   return k3_attention_plan(&cuda->shape, &cuda->attention);
 }
 

@@ -89,8 +89,9 @@ K3Status k3_attention_plan(const K3AttentionShape *shape, K3AttentionPlan *plan)
 
 int64_t k3_attention_capacity(int64_t rows, int64_t limit)
 {
-  int64_t capacity = 64;
-  while (capacity < rows) capacity *= 2;
+  int64_t step = 64;
+  while (16 * step <= rows) step *= 2;
+  int64_t capacity = rows > 0 ? divide_up(rows, step) * step : step;
   if (capacity > limit) capacity = limit;
   return capacity < rows ? rows : capacity;
 }

@@ -86,8 +86,8 @@ int64_t k3_attention_resident_guess(K3AttentionKernel kernel, int64_t latent, in
  * Errors: K3_ERR_INPUT for a size below 1, naming it. */
 K3Status k3_attention_plan(const K3AttentionShape *shape, K3AttentionPlan *plan);
 
-/* Rows up to which the plan for `rows` rows is to be made (64, 128, 256 … ): a graph captured for that many serves
- * all steps up to it. Never above `limit`, never below `rows`. */
+/* Rows up to which the plan for `rows` rows is to be made: multiples of 64, from 1,024 on eight to a doubling, so that the
+ * cut fits the rows well. A graph captured for that many serves all steps up to it. Never above `limit`, never below `rows`. */
 int64_t k3_attention_capacity(int64_t rows, int64_t limit);
 
 /* First row of slice `slice` of `slices` when `rows` rows are cached; slice `slices` begins at `rows`. Used by the
