@@ -2,7 +2,7 @@
 # Proves the CUDA backend on a machine with a GPU: against the host backend, graph against eager, several ranks, planted faults,
 # sanitizers, and the time of one rank's slice of Kimi K3. Ends with a short table; exit status 0 when every row passed.
 #
-#   jobs/gpu_check.sh [SECTION…]     kernels tiny shapes k3 ranks guard sanitize slice; all of them without arguments
+#   jobs/gpu_check.sh [SECTION…]     kernels tiny shapes k3 ranks snapshot guard sanitize slice; all of them without arguments
 #
 # Environment: K3DECODE the program (default: builds it into build-gpu); K3MPIRUN what starts ranks (mpirun --oversubscribe);
 # OUT a folder for logs (default: output/gpu_check); K3_SLICE the model of the slice section.
@@ -14,7 +14,7 @@ out=${OUT:-$root/output/gpu_check}
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 mkdir -p "$out"
-sections=${*:-kernels tiny shapes k3 ranks guard sanitize slice}
+sections=${*:-kernels tiny shapes k3 ranks snapshot guard sanitize slice}
 mpirun=${K3MPIRUN:-mpirun --oversubscribe --bind-to none}
 slice_model=${K3_SLICE:-synth:k3:experts=iq1_s}
 if [ "$(id -u)" -eq 0 ]; then
@@ -208,6 +208,33 @@ fails() {
   if [ $got -eq "$status" ] && grep -q "$phrase" "$out/guard.log"; then row "$name" ok "exit $got, \"$phrase\""
   else row "$name" FAIL "exit $got: $(grep -h k3decode: "$out/guard.log" | head -n 1 | cut -c1-200)"; fi
 }
+if wanted snapshot; then
+  note snapshot
+  # K3's widths of a head and a cached row
+  k3model=synth:k3:num_layers=3,layer_types=011,hidden_size=2048,num_heads=16,num_experts=16,vocab_size=2048,dense_intermediate_size=2048
+  k3model=$k3model,latent_size=1024,moe_intermediate_size=512
+  for entry in f32:synth:tiny:trunk=q8_0,experts=mxfp4 f16:$k3model bf16:$k3model f32:$k3model; do
+    cache=${entry%%:*} model=${entry#*:}
+    name=snapshot-$(echo "$model" | cut -d: -f2)-$cache
+    label="$(echo "$model" | cut -d: -f2), $cache cache"
+    with="--prompt 7,8,9,10 --context 700"
+    [ "$cache" = f32 ] && act='--activations f32' limit=$exact || act='' limit=$codes
+    rm -f "$work/$name.state"
+    decode "$name-whole" $model $with --steps 4 --backend cuda --cache $cache $act
+    timeout 60 $K3DECODE run $model $with --steps 0 --backend cuda --cache $cache $act --snapshot "$work/$name.state" >"$out/$name.log" 2>&1
+    decode "$name-resumed" $model --resume "$work/$name.state" --steps 4 --backend cuda $act
+    same "snapshot on CUDA, on CUDA, $label" "$name-whole" "$name-resumed" $equal
+    LIMIT=100 decode "$name-host" $model --resume "$work/$name.state" --steps 4 --backend host
+    same "snapshot on CUDA, on the host, $label" "$name-whole" "$name-host" $limit
+    K3_COMM=staged OMP_NUM_THREADS=1 decode_ranks "$name-ranks" 2 $model --resume "$work/$name.state" --steps 4 --backend cuda $act
+    same "snapshot on CUDA, on 2 ranks, $label" "$name-whole" "$name-ranks" $limit
+  done
+  timeout 100 $K3DECODE run $k3model $with --steps 0 --backend host --snapshot "$work/host.state" >"$out/host.state.log" 2>&1
+  decode snapshot-host-cuda $k3model --resume "$work/host.state" --steps 4 --backend cuda --activations f32
+  same "snapshot on the host, on CUDA, k3" "$name-whole" snapshot-host-cuda $exact
+  fails 'snapshot that would be rounded' 3 'would round it' $K3DECODE run $k3model --resume "$work/host.state" --steps 1 --backend cuda --cache f16
+fi
+
 if wanted guard; then
   note guard
   for phase in embed attn_kda attn_mla ffn_dense ffn_moe head; do

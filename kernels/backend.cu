@@ -365,12 +365,19 @@ extern "C" K3Status k3_backend_open_cuda(K3Source *source, const K3Plan *plan, K
   backend->lacks_arm = cuda_lacks_arm;
   backend->describe_attention = cuda_describe_attention;
   backend->step = k3_cuda_step;
+  backend->save = k3_cuda_save;
+  backend->restore = k3_cuda_restore;
+  backend->resume_at = k3_cuda_resume_at;
   backend->close = cuda_close;
   K3Status status = open_rank(cuda);
   if (status != K3_OK) {
     cuda_close(backend);
     return status;
   }
+  backend->cache_type = cuda->cache_type == K3_CACHE_F32    ? K3_CACHE_TYPE_F32
+                        : cuda->cache_type == K3_CACHE_BF16 ? K3_CACHE_TYPE_BF16
+                                                            : K3_CACHE_TYPE_F16;
+  backend->activations = cuda->exact ? "f32" : "int16";
   *out = backend;
   return K3_OK;
 }

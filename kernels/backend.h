@@ -262,6 +262,11 @@ K3Status k3_cuda_timer_close(K3CudaTimer *timer);
 /* What runs from here on belongs to `phase` (idle: to nothing). Enqueues a stamp when the step is timed. */
 K3Status k3_cuda_mark(K3Cuda *cuda, K3Phase phase, int idle);
 
+/* state.cu: snapshots; see K3Backend. */
+K3Status k3_cuda_save(K3Backend *backend, const K3StateBand *band, void *data);
+K3Status k3_cuda_restore(K3Backend *backend, const K3StateBand *band, const void *data);
+K3Status k3_cuda_resume_at(K3Backend *backend, int64_t position);
+
 /* comm_nccl.cu. K3_COMM=staged takes MPI through host memory (eager only, ranks may share a GPU), nccl NCCL's plain calls, device
  * its device API; unset: the device API where all GPUs reach each other's memory, else plain calls. nccl and device call NCCL in
  * a world of one too, to test it on one GPU. */

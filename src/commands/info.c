@@ -7,6 +7,7 @@
 
 #include "base/statistics.h"
 #include "commands/commands.h"
+#include "commands/info_snapshot.h"
 #include "commands/numbers.h"
 #include "plan/attention.h"
 #include "plan/plan.h"
@@ -400,6 +401,11 @@ K3Status k3_command_info(int argc, char **argv, K3Comm *comm)
   switch (k3_run_reader_recognise(path)) {
   case K3_FILE_MODEL:
     status = info_model(path, &options);
+    break;
+  case K3_FILE_SNAPSHOT:
+    if (options.check || options.plan)
+      K3_FAIL(K3_ERR_USAGE, "info: --check and --plan are for model files, %s is a snapshot", path);
+    status = k3_info_snapshot(path);
     break;
   case K3_FILE_NOT_HDF5:
     K3_FAIL(K3_ERR_INPUT, "%s is neither a model file nor a run file: it is no HDF5 file", path);

@@ -9,6 +9,7 @@
 #include "base/status.h"
 #include "comm/comm.h"
 #include "plan/plan.h"
+#include "store/snapshot_file.h"
 #include "store/source.h"
 
 /* Phases of a step, as timed. */
@@ -35,6 +36,9 @@ typedef enum {
 } K3AttentionArm;
 
 extern const char *const k3_attention_arm_names[K3_ATTENTION_COUNT];
+
+/* "f32" …; by K3CacheType, "" for DEFAULT. */
+extern const char *const k3_cache_type_names[K3_CACHE_TYPE_F16 + 1];
 
 typedef struct {
   int64_t capacity;     /* positions that the cache must hold */
@@ -63,11 +67,22 @@ typedef struct {
   double phase_ms[K3_PHASE_COUNT]; /* this rank's own times */
 } K3StepResult;
 
+/* A band of the state that this rank owns, for snapshots; in host memory laid out as in the file (snapshot_file.h).
+ * K3_STATE_CACHE: rows [begin, begin + count) of the rank's cache of `layer`, numbers of cache_type
+ * K3_STATE_KDA, K3_STATE_CONV: all heads of the rank; begin and count are not used */
+typedef struct {
+  K3StatePart part;
+  int64_t layer; /* of the model */
+  int64_t begin, count;
+} K3StateBand;
+
 typedef struct K3Backend K3Backend;
 
 struct K3Backend {
   const char *name; /* "host", "cuda" */
   void *state;
+  K3CacheType cache_type;  /* what the cache is stored as, never DEFAULT */
+  const char *activations; /* "f32", "int16" */
 
   /* One line about this rank's device, e.g. "AMD EPYC …, 2 threads". */
   K3Status (*describe)(K3Backend *backend, char *text, size_t size);
@@ -98,6 +113,12 @@ struct K3Backend {
    * head at all (prompt tokens before the last need none).
    * Errors: K3_ERR_DEVICE (launch, non-finite values: names layer and phase). */
   K3Status (*step)(K3Backend *backend, int64_t token, int choose, int want_logits, K3StepResult *result);
+
+  /* Copies a band of the state out, or in; after the last band in, resume_at names the position of the next token.
+   * Errors: K3_ERR_INPUT (rows beyond the cache), K3_ERR_DEVICE. */
+  K3Status (*save)(K3Backend *backend, const K3StateBand *band, void *data);
+  K3Status (*restore)(K3Backend *backend, const K3StateBand *band, const void *data);
+  K3Status (*resume_at)(K3Backend *backend, int64_t position);
 
   void (*close)(K3Backend *backend); /* frees everything, `backend` too */
 };

@@ -27,13 +27,19 @@ typedef struct {
   int64_t *piece;       /* [4, ranks] counts and displacements: vocabulary, times */
 } Loop;
 
+K3Status k3_decode_check_tokens(const K3Config *config, const int64_t *tokens, int64_t count)
+{
+  for (int64_t n = 0; n < count; n++)
+    if (tokens[n] < 0 || tokens[n] >= config->vocab_size)
+      K3_FAIL(K3_ERR_INPUT, "prompt token %lld (position %lld) is outside the vocabulary: wanted 0 to %lld",
+              (long long)tokens[n], (long long)n, (long long)config->vocab_size - 1);
+  return K3_OK;
+}
+
 K3Status k3_decode_check_prompt(const K3Config *config, int64_t start, const K3DecodeOptions *options)
 {
   if (options->prompt_count < 1) K3_FAIL(K3_ERR_INPUT, "the prompt is empty: give at least one token id");
-  for (int64_t n = 0; n < options->prompt_count; n++)
-    if (options->prompt[n] < 0 || options->prompt[n] >= config->vocab_size)
-      K3_FAIL(K3_ERR_INPUT, "prompt token %lld (position %lld) is outside the vocabulary: wanted 0 to %lld",
-              (long long)options->prompt[n], (long long)n, (long long)config->vocab_size - 1);
+  K3_TRY(k3_decode_check_tokens(config, options->prompt, options->prompt_count));
   if (options->steps > config->max_context || k3_decode_capacity(start, options) > config->max_context)
     K3_FAIL(K3_ERR_INPUT,
             "%lld positions cached + %lld of the prompt + %lld steps need a context of %lld, the model's max_context is %lld",
@@ -44,7 +50,8 @@ K3Status k3_decode_check_prompt(const K3Config *config, int64_t start, const K3D
 
 int64_t k3_decode_capacity(int64_t start, const K3DecodeOptions *options)
 {
-  return start + options->prompt_count + options->steps - 1;
+  int64_t fed = start + options->prompt_count + options->steps - 1;
+  return fed > 0 ? fed : 1;
 }
 
 /* --- collecting a step on rank 0 -------------------------------------------------------------------- */
@@ -191,7 +198,11 @@ K3Status k3_decode_run(K3Backend *backend, const K3Config *config, const K3Plan 
       if (appended == K3_OK && ++result->steps > 1) result->decode_ms += step_ms;
     }
     status = agree_to_go_on(&loop, appended, &result->signal);
-    if (observer && status == K3_OK) observer(context, fed + 1, all, choose ? token : -1);
+    if (status != K3_OK) break;
+    result->fed = fed + 1;
+    if (observer) observer(context, result->fed, all, choose ? token : -1);
+    if (options->snapshot_every && result->fed % options->snapshot_every == 0 && result->fed < all && !result->signal)
+      status = options->snapshot(context, result->fed);
   }
   close_loop(&loop);
   return status;

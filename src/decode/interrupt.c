@@ -9,7 +9,7 @@
 #include <time.h>
 #include <unistd.h>
 
-static atomic_int received, acknowledged;
+static atomic_int received, acknowledged, held;
 static pthread_mutex_t words_lock = PTHREAD_MUTEX_INITIALIZER;
 static void (*words)(void *context, int signal);
 static void *words_context;
@@ -38,6 +38,7 @@ static void *wait_for_signal(void *unused)
   atomic_store(&received, signal);
   for (int waited = 0; waited < K3_GRACE_MS; waited += 10) {
     if (atomic_load(&acknowledged)) return NULL;
+    if (atomic_load(&held)) waited = 0;
     pause_ms(10);
   }
   if (atomic_load(&acknowledged)) return NULL;
@@ -50,6 +51,7 @@ K3Status k3_interrupt_start(void)
 {
   sigset_t signals;
   pthread_t thread;
+  signal(SIGXFSZ, SIG_IGN);
   fill_signals(&signals);
   int code = pthread_sigmask(SIG_BLOCK, &signals, NULL);
   if (code == 0) code = pthread_create(&thread, NULL, wait_for_signal, NULL);
@@ -67,5 +69,7 @@ void k3_interrupt_set_last_words(void (*last_words)(void *context, int signal), 
 }
 
 int k3_interrupt_signal(void) { return atomic_load(&received); }
+
+void k3_interrupt_hold(int hold) { atomic_store(&held, hold); }
 
 void k3_interrupt_acknowledge(void) { atomic_store(&acknowledged, 1); }

@@ -11,7 +11,7 @@
 
 enum { K3_GRACE_MS = 400 };
 
-/* Blocks the signals for all threads made from now on, and starts the waiting thread. Call before MPI starts
+/* Ignores SIGXFSZ, so that a limit on file size is a failed write with a message. Blocks the signals for all threads made from now on, and starts the waiting thread. Call before MPI starts
  * its own threads. Errors: K3_ERR_DEVICE. */
 K3Status k3_interrupt_start(void);
 
@@ -20,6 +20,10 @@ void k3_interrupt_set_last_words(void (*last_words)(void *context, int signal), 
 
 /* The signal received so far, 0 when none. */
 int k3_interrupt_signal(void);
+
+/* 1: a file is being written that must become whole, so the thread waits as long as it takes; 0: it is. A signal that
+ * came meanwhile is for the loop's next look, or, when the loop is over, for nobody (k3_interrupt_acknowledge). */
+void k3_interrupt_hold(int hold);
 
 /* The loop has seen the signal and ends by itself: the thread leaves it alone. */
 void k3_interrupt_acknowledge(void);

@@ -279,6 +279,60 @@ static K3Status host_reset(K3Backend *backend)
   return K3_OK;
 }
 
+/* --- snapshots --------------------------------------------------------------------------------------- */
+
+/* The state is kept as the file has it; bytes of `band`, and where it stands. */
+static K3Status find_band(const K3Host *host, const K3StateBand *band, int window, char **at, size_t *bytes)
+{
+  const K3Config *c = host->config;
+  const K3HostLayer *layer = &host->layers[band->layer];
+  int64_t channels = k3_host_own(host, K3_SHARE_KDA_HEADS) * c->kda_head_dim, row = k3_config_cache_width(c) * 4;
+  if (band->part == K3_STATE_CACHE) {
+    if (band->begin < 0 || band->count < 0 || band->begin + band->count > cache_rows(host))
+      K3_FAIL(K3_ERR_INPUT, "cache rows %lld to %lld of layer %lld: there is room for %lld", (long long)band->begin,
+              (long long)(band->begin + band->count), (long long)band->layer, (long long)cache_rows(host));
+    *at = (char *)layer->cache + band->begin * row;
+    *bytes = (size_t)(band->count * row);
+  } else if (band->part == K3_STATE_KDA) {
+    *at = (char *)layer->kda_state;
+    *bytes = (size_t)(channels * c->kda_head_dim * 4);
+  } else {
+    *at = (char *)layer->window[window];
+    *bytes = (size_t)((c->kda_conv_kernel - 1) * channels * 4);
+  }
+  return K3_OK;
+}
+
+static K3Status host_save(K3Backend *backend, const K3StateBand *band, void *data)
+{
+  char *at, *to = data;
+  size_t bytes;
+  for (int w = 0; w < (band->part == K3_STATE_CONV ? 3 : 1); w++, to += bytes) {
+    K3_TRY(find_band(backend->state, band, w, &at, &bytes));
+    memcpy(to, at, bytes);
+  }
+  return K3_OK;
+}
+
+static K3Status host_restore(K3Backend *backend, const K3StateBand *band, const void *data)
+{
+  char *at;
+  const char *from = data;
+  size_t bytes;
+  for (int w = 0; w < (band->part == K3_STATE_CONV ? 3 : 1); w++, from += bytes) {
+    K3_TRY(find_band(backend->state, band, w, &at, &bytes));
+    memcpy(at, from, bytes);
+  }
+  return K3_OK;
+}
+
+static K3Status host_resume_at(K3Backend *backend, int64_t position)
+{
+  K3Host *host = backend->state;
+  host->position = position;
+  return K3_OK;
+}
+
 /* --- arms of attention ------------------------------------------------------------------------------ */
 
 static const char *host_lacks_arm(const K3Backend *backend, K3AttentionArm arm)
@@ -386,6 +440,8 @@ K3Status k3_backend_open_host(K3Source *source, const K3Plan *plan, K3Comm *comm
                    .rank = comm->rank, .tensors = tensors};
   *backend = (K3Backend){.name = "host",
                          .state = host,
+                         .cache_type = K3_CACHE_TYPE_F32,
+                         .activations = "f32",
                          .describe = host_describe,
                          .memory = host_memory,
                          .load = host_load,
@@ -394,6 +450,9 @@ K3Status k3_backend_open_host(K3Source *source, const K3Plan *plan, K3Comm *comm
                          .lacks_arm = host_lacks_arm,
                          .describe_attention = host_describe_attention,
                          .step = k3_host_step,
+                         .save = host_save,
+                         .restore = host_restore,
+                         .resume_at = host_resume_at,
                          .close = host_close};
   share_processors(comm);
   *out = backend;

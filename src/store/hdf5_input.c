@@ -13,8 +13,7 @@ K3Status k3_hdf5_open_input(const char *path, hid_t *file)
   K3Status status = K3_OK;
   struct stat found;
   if (stat(path, &found) != 0) K3_FAIL(K3_ERR_INPUT, "%s: cannot open: %s", path, K3_ERRNO_REASON(errno));
-  if (!S_ISREG(found.st_mode))
-    K3_FAIL(K3_ERR_INPUT, "%s: cannot open: it is no plain file; name an HDF5 file", path);
+  if (!S_ISREG(found.st_mode)) K3_FAIL(K3_ERR_INPUT, "%s: cannot open: it is no plain file; name an HDF5 file", path);
   if (found.st_size == 0) K3_FAIL(K3_ERR_INPUT, "%s: the file is empty; copy or write it again", path);
   hid_t access = H5Pcreate(H5P_FILE_ACCESS);
   if (access < 0 || H5Pset_file_locking(access, 1, 1) < 0)

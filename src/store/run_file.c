@@ -167,6 +167,9 @@ static K3Status put_description(K3RunFile *run, const K3RunInfo *info)
   K3_TRY(k3_hdf5_put_text(path, file, "start_time", info->start_time));
   K3_TRY(k3_hdf5_put_text(path, file, "kind", info->kind));
   K3_TRY(k3_hdf5_put_integer(path, file, "first_context", info->first_context));
+  K3_TRY(k3_hdf5_put_text(path, file, "resumed_from", info->resumed_from));
+  K3_TRY(k3_hdf5_put_integer(path, file, "resumed_position", info->resumed_position));
+  K3_TRY(k3_hdf5_put_integer(path, file, "first_step", info->first_step));
   char logits[32] = "none";
   if (info->logits == K3_LOGITS_ALL) strcpy(logits, "all");
   if (info->logits == K3_LOGITS_TOP) snprintf(logits, sizeof logits, "top:%lld", (long long)info->top);

@@ -32,6 +32,9 @@ typedef struct {
   const int64_t *prompt;    /* token ids */
   int64_t prompt_count;
   int64_t first_context;    /* positions cached before the prompt (--context N), 0 otherwise */
+  const char *resumed_from; /* the snapshot that the run goes on from, "" for none: then `prompt` begins with its tokens */
+  int64_t resumed_position; /* positions cached in it */
+  int64_t first_step;       /* steps of the same job before this file's first (--continue) */
   K3LogitsKind logits;
   int64_t top;              /* K of top:K */
   const char *const *phase_names;

@@ -11,6 +11,7 @@
 #include <unistd.h>
 
 #include "store/hdf5_error.h"
+#include "store/snapshot_file.h"
 
 /* A failure of the HDF5 call just made; an expression. */
 #define HDF5_FAIL(format, ...) \
@@ -108,10 +109,11 @@ K3FileKind k3_run_reader_recognise(const char *path)
     close(descriptor);
     return K3_FILE_NOT_HDF5;
   }
-  char signature[8] = "";
-  ssize_t count = read(descriptor, signature, sizeof signature);
+  char signature[sizeof K3_SNAPSHOT_FORMAT] = "";
+  ssize_t count = read(descriptor, signature, sizeof signature - 1);
   close(descriptor);
   if (count < 0) return K3_FILE_UNREADABLE; /* a directory */
+  if (strcmp(signature, K3_SNAPSHOT_FORMAT) == 0) return K3_FILE_SNAPSHOT; /* its seal, before HDF5's own beginning */
   k3_hdf5_silence();
   K3Hdf5Reason reason;
   hid_t file = open_file(path, &unfinished, &reason);
@@ -123,6 +125,7 @@ K3FileKind k3_run_reader_recognise(const char *path)
   char *format = find_text_attribute(file, "format");
   if (format && strcmp(format, K3_RUN_FORMAT) == 0) kind = K3_FILE_RUN;
   if (format && strcmp(format, "k3decode-model") == 0) kind = K3_FILE_MODEL;
+  if (format && strcmp(format, K3_SNAPSHOT_FORMAT) == 0) kind = K3_FILE_SNAPSHOT;
   free(format);
   H5Fclose(file);
   H5Eclear2(H5E_DEFAULT);

@@ -13,6 +13,7 @@ typedef enum {
   K3_FILE_DAMAGED,    /* begins as an HDF5 file, but does not open */
   K3_FILE_MODEL,
   K3_FILE_RUN,
+  K3_FILE_SNAPSHOT,
   K3_FILE_FOREIGN     /* some other HDF5 file */
 } K3FileKind;
 
