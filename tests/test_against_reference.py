@@ -124,8 +124,9 @@ def test_exact_ties(folder):
     check(folder, (1, 8), ties=True, num_layers=6)
 
 
+@pytest.mark.parametrize("count", (1, 15, 16, 17, 64, 65))
 @pytest.mark.parametrize("bias", (20, -20))
-def test_extreme_decays(folder, bias):
+def test_extreme_decays(folder, bias, count):
     """dt_bias of +20: every channel decays at the lower bound; -20: none decays (known fault F10)."""
     def make(path, seed):
         config = model_file.make_config(num_layers=4, kda_gate_lower_bound=-5.0)
@@ -134,7 +135,12 @@ def test_extreme_decays(folder, bias):
             if name.endswith("/dt_bias"):
                 tensors[name][:] = bias
         model_file.write_model(path, config, tensors)
-    check(folder, (1,), prompt=tokens_of(65), steps=2, make=make)
+    check(folder, (1,), prompt=tokens_of(count), steps=2, make=make)
+    if count > 1:                           # the first token meets a zero state: nothing decays
+        words = dict(prompt=tokens_of(count), steps=2, program=harness.K3DECODE_BREAKABLE)
+        sound = decode(folder / "model.h5", folder / "run.h5", **words)
+        broken = decode(folder / "model.h5", folder / "run.h5", env={"K3_BREAK": "no_dt_bias"}, **words)
+        assert relative(broken[1], sound[1]) > FAULT
 
 
 # ---------------------------------------------------------------- controls

@@ -114,18 +114,25 @@ static K3Status parse_layer_types(const char *value, K3Config *config, int64_t *
   return K3_OK;
 }
 
+static K3Status parse_number(const char *key, const char *value, double *number)
+{
+  char *end = NULL;
+  *number = strtod(value, &end);
+  if (end == value || *end || !isfinite(*number) || strpbrk(value, "xX "))
+    K3_FAIL(K3_ERR_USAGE, "recipe: %s=%s is no number", key, value);
+  return K3_OK;
+}
+
 static K3Status parse_field(const char *key, const char *value, K3Config *config)
 {
+  double number;
   const K3ConfigField *field = k3_config_find(key);
   if (!field)
     K3_FAIL(K3_ERR_USAGE,
             "recipe: there is no override \"%s\"; known: the fields of /config (num_layers, hidden_size, …), "
-            "layer_types, seed, trunk, experts",
+            "layer_types, seed, trunk, experts, dt_bias",
             key);
-  char *end = NULL;
-  double number = strtod(value, &end);
-  if (end == value || *end || !isfinite(number) || strpbrk(value, "xX "))
-    K3_FAIL(K3_ERR_USAGE, "recipe: %s=%s is no number", key, value);
+  K3_TRY(parse_number(key, value, &number));
   if (field->kind != K3_FIELD_REAL && (number != floor(number) || fabs(number) >= 9007199254740992.0))
     K3_FAIL(K3_ERR_USAGE, "recipe: %s=%s wants a whole number", key, value);
   return k3_config_set(config, field, number);
@@ -142,6 +149,7 @@ static K3Status parse_override(char *word, K3SynthRecipe *recipe, int64_t *layer
   if (strcmp(word, "seed") == 0) return parse_seed(value, &recipe->seed);
   if (strcmp(word, "trunk") == 0) return parse_type(word, value, &recipe->trunk);
   if (strcmp(word, "experts") == 0) return parse_type(word, value, &recipe->experts);
+  if (strcmp(word, "dt_bias") == 0) return parse_number(word, value, &recipe->dt_bias);
   if (strcmp(word, "layer_types") == 0) return parse_layer_types(value, &recipe->config, layer_types);
   if (strcmp(word, "num_layers") == 0) *num_layers_given = 1;
   return parse_field(word, value, &recipe->config);
@@ -165,6 +173,7 @@ K3Status k3_synth_recipe_parse(const char *text, K3SynthRecipe *recipe)
   recipe->seed = 1;
   recipe->trunk = base->trunk;
   recipe->experts = base->experts;
+  recipe->dt_bias = -3; /* decays from about 0.5 to 0.99 a token */
 
   int64_t layer_types = 0;
   int num_layers_given = 0;
@@ -234,7 +243,7 @@ static Rule role_rule(K3Role role, double per_fan_in)
   case K3_ROLE_Q_CONV:
   case K3_ROLE_K_CONV:
   case K3_ROLE_V_CONV: return (Rule){0, 1};
-  case K3_ROLE_DT_BIAS: return (Rule){-3, 1}; /* decays from about 0.5 to 0.99 a token */
+  case K3_ROLE_DT_BIAS: return (Rule){0, 1}; /* its mean is the recipe's */
   case K3_ROLE_A_LOG: return (Rule){0.1, 0.3};
   case K3_ROLE_Q_A_PROJ: return (Rule){0, 0.03 * s}; /* small, so that low_rank_norm_eps shows */
   case K3_ROLE_Q_B_PROJ: return (Rule){0, 2 * s};    /* a peaked softmax */
@@ -270,6 +279,7 @@ static Rule role_rule(K3Role role, double per_fan_in)
 K3SynthRule k3_synth_rule(const K3SynthRecipe *recipe, const K3TensorSpec *spec)
 {
   Rule rule = role_rule(spec->role, 1.0 / sqrt((double)spec->shape[spec->rank - 1]));
+  if (spec->role == K3_ROLE_DT_BIAS) rule.mean = recipe->dt_bias;
   return (K3SynthRule){k3_synth_key(recipe->seed, spec->path), (float)rule.mean, (float)rule.deviation};
 }
 

@@ -14,10 +14,11 @@ typedef struct {
   uint64_t seed;
   K3Type trunk;   /* matrices outside the experts; a matrix whose row is no whole number of blocks stays f32 */
   K3Type experts; /* experts_gate, experts_up, experts_down */
+  double dt_bias; /* mean of dt_bias: far above 0 every KDA channel decays at the lower bound, far below none does */
 } K3SynthRecipe;
 
 /* Parses a recipe. Overrides: every scalar field of /config, `layer_types` (digits, e.g. 0001), `seed`,
- * `trunk`, `experts`. Without layer_types, one-based layers 4, 8, 12 … and the last are MLA.
+ * `trunk`, `experts`, `dt_bias`. Without layer_types, one-based layers 4, 8, 12 … and the last are MLA.
  * Errors: K3_ERR_USAGE naming the word that is wrong; K3_ERR_INPUT from k3_config_check. */
 K3Status k3_synth_recipe_parse(const char *text, K3SynthRecipe *recipe);
 
