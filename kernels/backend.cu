@@ -17,6 +17,7 @@
 #include <stdlib.h>
 
 #include "kernels/backend.h"
+#include "plan/attention_tuning.h"
 #include "kernels/kda.h"
 
 enum { RESERVED_BYTES = 768 << 20 }; /* context, graphs, staging buffers, NCCL */
@@ -85,6 +86,12 @@ static const char *lacks_arm(const K3Cuda *cuda, K3AttentionArm arm)
 static K3Status find_attention_shape(K3Cuda *cuda)
 {
   cuda->attend_heads = k3_cuda_attend_heads(cuda, cuda->plan);
+  if (cuda->options.tuning) {
+    K3AttentionTuning here;
+    k3_cuda_tuning_here(cuda, &here);
+    K3_TRY(k3_attention_tuning_check(cuda->options.tuning, &here, cuda->options.tuning_path));
+    K3_TRY(k3_attention_tuning_check_heads(cuda->options.tuning, cuda->attend_heads, cuda->options.tuning_path));
+  }
   return k3_cuda_attention_shape(cuda, cuda->options.attention, cuda->attend_heads, &cuda->tensor_cores, &cuda->shape);
 }
 
@@ -289,10 +296,11 @@ static void cuda_describe_attention(const K3Backend *backend, char *text, size_t
   const K3AttentionPlan *plan = &cuda->attention;
   if (plan->slices == 0) snprintf(text, size, "not planned yet");
   else
-    snprintf(text, size, "%s kernel, %lld heads, %lld slice%s x %lld pass%s of %lld = %lld blocks, up to %lld rows",
+    snprintf(text, size, "%s kernel, %lld heads, %lld slice%s x %lld pass%s of %lld = %lld blocks, up to %lld rows%s",
              cuda->tensor_cores ? "tensor" : "core", (long long)plan->heads, (long long)plan->slices,
              plan->slices == 1 ? "" : "s", (long long)plan->passes, plan->passes == 1 ? "" : "es",
-             (long long)plan->heads_per_pass, (long long)plan->blocks, (long long)plan->rows);
+             (long long)plan->heads_per_pass, (long long)plan->blocks, (long long)plan->rows,
+             plan->tuned ? ", tuned" : "");
 }
 
 static void note(cudaError_t error, const char *what)

@@ -276,6 +276,10 @@ K3Status k3_cuda_comm_open(K3Cuda *cuda);
 /* comm_device.cu: takes over from NCCL's plain calls, which are open. Where it cannot: an error if `required`, else nothing changes. */
 K3Status k3_cuda_comm_device_open(K3Cuda *cuda, int required);
 
+/* tune.cu: what a tuning of this device, model and cache holds for; no trials. */
+struct K3AttentionTuning;
+void k3_cuda_tuning_here(const K3Cuda *cuda, struct K3AttentionTuning *here);
+
 /* service.cu: kernels around the step. */
 /* First of a step: copies *in to d_step [3] and poisons watch [count]. */
 K3Status k3_cuda_begin(const K3CudaLaunch *launch, const K3CudaStepIn *in, int64_t *d_step, float *watch,

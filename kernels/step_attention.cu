@@ -1,6 +1,7 @@
 /* The attention sublayers: KDA, and MLA over a cache that is banded by context or not. See step.h.
  * Layer: backend (CUDA), host code only. Follows attend_kda and attend_mla of src/host/host_step.c. */
 #include <math.h>
+#include <stdlib.h>
 
 #include "kernels/kda.h"
 #include "kernels/step.h"
@@ -75,7 +76,10 @@ K3Status k3_cuda_attention_shape(const K3Cuda *cuda, K3AttentionArm arm, int64_t
                   (arm != K3_ATTENTION_CORE && k3_cuda_mla_tensor_serves(latent, rope, cuda->cache_type));
   K3_TRY((*tensor_cores ? k3_cuda_mla_tensor_shape : k3_cuda_mla_slice_shape)(&cuda->launch, heads, latent, rope,
                                                                               cuda->cache_type, shape));
+  const char *slices = getenv("K3_TEST_SLICES"); /* test hook: so many, empty ones included */
+  if (slices && atoi(slices) > 0) shape->force_slices = atoi(slices);
   if (arm == K3_ATTENTION_UNSPLIT) shape->force_slices = 1;
+  shape->tuning = cuda->options.tuning;
   return K3_OK;
 }
 

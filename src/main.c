@@ -19,6 +19,7 @@ static const char usage[] =
   "\n"
   "  run MODEL      decode: under mpirun or srun (k3decode run --help)\n"
   "  sweep MODEL    time over depth, two arms interleaved, with its noise floor: likewise under mpirun\n"
+  "  tune MODEL     time the attention kernels on this GPU; writes what run --tuning takes\n"
   "  synth RECIPE   write a synthetic model\n"
   "  import DIR     convert a published checkpoint to a model file\n"
   "  compare A B    parity of two run files\n"
@@ -42,6 +43,7 @@ static const struct {
   {"import", k3_command_import},
   {"compare", k3_command_compare},
   {"info", k3_command_info},
+  {"tune", k3_command_tune},
 };
 
 /* Started by mpirun or srun with several ranks? Then MPI must start, for a refusal that ends them all. */

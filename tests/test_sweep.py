@@ -201,6 +201,29 @@ def test_arms_give_the_same_logits(tmp_path):
     refused("run", *SMALL, "--context", 9, "--attention", "flash", status=2, phrases=["wanted split, unsplit, core or tensor"])
 
 
+def test_info_prints_what_the_sweep_printed(whole, tmp_path):
+    printed = [line for line in whole[0].out.splitlines() if not line.startswith("# sweep file:")]
+    page = k3("info", whole[1]).out.splitlines()
+    assert page[0].startswith("# sweep file ") and page[1:] == printed
+    refused("info", whole[1], "--check", status=2, phrases=["--check and --plan are for model files"])
+    # a file that lacks a table, or whose tables do not fit together, is refused by name
+    for name, change in (("curve/floor_ms", None), ("contexts", 9), ("tokens", 9)):
+        damaged = tmp_path / "damaged.h5"
+        damaged.write_bytes(whole[1].read_bytes())
+        with h5py.File(damaged, "r+") as file:
+            del file[name]
+            if change:
+                file[name] = np.zeros(change, np.int64)
+        refused("info", damaged, phrases=[f"dataset /{name}", damaged])
+
+
+def test_info_of_one_arm_alone(tmp_path):
+    path = tmp_path / "sweep.h5"
+    result = sweep("--arms", "tensor,split", "--output", path, contexts=(8,), steps=1)
+    printed = [line for line in result.out.splitlines() if not line.startswith("# sweep file:")]
+    assert k3("info", path).out.splitlines()[1:] == printed
+
+
 # ---------------------------------------------------------------- refusals
 
 @pytest.mark.parametrize("words, status, phrase", [
@@ -295,6 +318,23 @@ def test_info_plan_prints_the_attention_plan():
         assert 0.9 * 20 <= row["busy"] <= 60
     assert plan("synth:k3", "--ranks", 8, "--context", 64)["none", "tensor"]["slices"] == 1
     assert set(plan("synth:tiny", "--ranks", 2, "--context", 300)) == {("context", "core"), ("none", "core")}
+
+
+def memory(*words):
+    """Rows of `info --plan --context` about memory: band -> (rows, verdict)."""
+    out = k3("info", "--plan", *words).out.split("memory of the fullest rank")[1]
+    return {m[1]: (int(m[2]), m[3]) for m in re.finditer(r"^(context|none) +(\d+) .*  (fits|does not fit)$", out, re.M)}
+
+
+def test_info_plan_says_that_a_million_positions_fit_eight_ranks():
+    million = ("--ranks", 8, "--context", 1048576)
+    assert memory("synth:k3:experts=iq1_s", *million)["context"] == (131072, "fits")
+    assert memory("synth:k3", *million)["context"][1] == "does not fit"             # mxfp4 experts: 1.5 TB
+    assert memory("synth:k3:experts=iq1_s", *million, "--memory", 90) == {"context": (131072, "fits"), "none": (1048576, "does not fit")}
+    # rows x 576 numbers x 2 bytes x 24 layers
+    assert "3.62 GB" in k3("info", "--plan", "synth:k3:experts=iq1_s", *million).out
+    for row in plan("synth:k3", *million).values():
+        assert row["busy"] >= 0.9 * 132
 
 
 def test_info_plan_refusals():

@@ -21,7 +21,10 @@ K3Status k3_command_import(int argc, char **argv, K3Comm *comm);
  * Errors: K3_ERR_COMPARE (beyond a threshold), K3_ERR_INPUT (not comparable, or no run file), K3_ERR_USAGE. */
 K3Status k3_command_compare(int argc, char **argv, K3Comm *comm);
 
-/* What is in a model or run file. One process only. Errors: K3_ERR_INPUT, K3_ERR_USAGE. */
+/* Times the attention kernels on this GPU. One process only. Errors: K3_ERR_DEVICE, K3_ERR_INPUT, K3_ERR_USAGE. */
+K3Status k3_command_tune(int argc, char **argv, K3Comm *comm);
+
+/* What is in a model, run, sweep or tuning file. One process only. Errors: K3_ERR_INPUT, K3_ERR_USAGE. */
 K3Status k3_command_info(int argc, char **argv, K3Comm *comm);
 
 /* `info --check`: reads every tensor of a model file and names the first value that may not be (NaN, infinity,

@@ -1,4 +1,5 @@
-/* `k3decode info FILE`: what is in a model or run file, in words and small tables. Layer: commands. */
+/* `k3decode info FILE`: what is in a model or run file, in words and small tables. Layer: commands.
+ * Sweep and tuning files: sweep_table.c, tune_table.c. */
 #include <getopt.h>
 #include <math.h>
 #include <stdio.h>
@@ -9,6 +10,8 @@
 #include "commands/commands.h"
 #include "commands/info_snapshot.h"
 #include "commands/numbers.h"
+#include "commands/sweep_table.h"
+#include "commands/tune_table.h"
 #include "plan/attention.h"
 #include "plan/plan.h"
 #include "store/run_reader.h"
@@ -17,19 +20,20 @@
 typedef struct {
   int check, plan;
   int ranks;
-  int64_t context, multiprocessors; /* of --plan; context 0: no attention plan */
+  int64_t context, multiprocessors, memory_gb; /* of --plan; context 0: no attention plan */
 } Options;
 
 static const char usage[] =
     "usage: k3decode info FILE [options]\n"
     "       k3decode info --plan --ranks N [--context N] MODEL\n"
     "\n"
-    "What is in a run file (also one still being written, or left by a crash) or a model file.\n"
+    "What is in a run file (also one still being written, or left by a crash), a model, sweep or tuning file.\n"
     "\n"
     "  --check            model: read every tensor and name the first value that may not be (NaN, infinity)\n"
     "  --plan --ranks N   model, or synth:RECIPE: what each of N ranks would hold\n"
     "  --context N        with --plan: how attention over N cached positions is cut, for both ways to keep the cache\n"
     "  --multiprocessors N  of the GPU that it is cut for (default 132: H200)\n"
+    "  --memory GB        of the GPU that it is to fit (default 141: H200)\n"
     "  --help\n";
 
 /* "1.23 GB" */
@@ -286,6 +290,34 @@ static K3Status print_attention_row(const K3Source *source, const K3Plan *plan, 
   return K3_OK;
 }
 
+/* Weights and cache of the rank that holds most, for each cache band, against the GPU's memory. */
+static K3Status print_memory(const K3Source *source, const Options *options)
+{
+  static const K3CacheBand bands[] = {K3_CACHE_CONTEXT, K3_CACHE_NONE};
+  const K3Config *c = &source->config;
+  printf("\nmemory of the fullest rank at %lld positions, cache in f16 (twice that in f32), %lld GB a GPU\n",
+         (long long)options->context, (long long)options->memory_gb);
+  printf("\n%-8s %9s %12s %12s %12s  %s\n", "band", "rows", "weights", "cache", "together", "");
+  for (int b = 0; b < 2; b++) {
+    K3Plan plan;
+    K3PlanOptions wanted = {.cache_band = bands[b]};
+    K3_TRY(k3_plan_make(c, &source->table, source->types, options->ranks, &wanted, &plan));
+    int64_t most = 0, weights = 0, cache = 0;
+    for (int rank = 0; rank < options->ranks; rank++) {
+      int64_t held = k3_plan_weight_bytes(&plan, rank, &source->table, source->types);
+      int64_t rows = k3_plan_cache_rows(&plan, rank, options->context);
+      int64_t kept = rows * k3_config_cache_width(c) * 2 * k3_config_count_layers(c, K3_LAYER_MLA);
+      if (held + kept > most) most = held + kept, weights = held, cache = kept;
+    }
+    char text[3][32];
+    printf("%-8s %9lld %12s %12s %12s  %s\n", bands[b] == K3_CACHE_CONTEXT ? "context" : "none",
+           (long long)k3_plan_cache_rows(&plan, 0, options->context), bytes_text(weights, text[0]),
+           bytes_text(cache, text[1]), bytes_text(most, text[2]),
+           most <= options->memory_gb * 1000000000 ? "fits" : "does not fit");
+  }
+  return K3_OK;
+}
+
 /* How attention over options->context positions is cut, for each cache band and kernel. */
 static K3Status print_attention(const K3Source *source, const Options *options)
 {
@@ -327,6 +359,7 @@ static K3Status info_model(const char *path, const Options *options)
   if (options->plan) status = print_plan(source, options->ranks);
   else print_config(&source->config);
   if (status == K3_OK && options->context > 0) status = print_attention(source, options);
+  if (status == K3_OK && options->context > 0) status = print_memory(source, options);
 done:
   source->close(source);
   if (status == K3_OK && options->check) {
@@ -346,9 +379,10 @@ static K3Status parse(int argc, char **argv, Options *options, int *help)
                                                {"ranks", required_argument, NULL, 'r'},
                                                {"context", required_argument, NULL, 'n'},
                                                {"multiprocessors", required_argument, NULL, 'm'},
+                                               {"memory", required_argument, NULL, 'g'},
                                                {"help", no_argument, NULL, 'h'},
                                                {NULL, 0, NULL, 0}};
-  *options = (Options){.multiprocessors = 132};
+  *options = (Options){.multiprocessors = 132, .memory_gb = 141};
   *help = 0;
   optind = 0; /* getopt begins afresh */
   int letter;
@@ -366,6 +400,7 @@ static K3Status parse(int argc, char **argv, Options *options, int *help)
       break;
     case 'n': K3_TRY(k3_parse_count(optarg, "info: --context", 1, INT32_MAX, &options->context)); break;
     case 'm': K3_TRY(k3_parse_count(optarg, "info: --multiprocessors", 1, 4096, &options->multiprocessors)); break;
+    case 'g': K3_TRY(k3_parse_count(optarg, "info: --memory", 1, 1 << 20, &options->memory_gb)); break;
     case 'h':
       fputs(usage, stdout);
       *help = 1;
@@ -413,6 +448,13 @@ K3Status k3_command_info(int argc, char **argv, K3Comm *comm)
     if (options.check || options.plan)
       K3_FAIL(K3_ERR_USAGE, "info: --check and --plan are for model files, %s is a run file", path);
     status = info_run(path);
+    break;
+  case K3_FILE_SWEEP:
+  case K3_FILE_TUNING:
+    if (options.check || options.plan)
+      K3_FAIL(K3_ERR_USAGE, "info: --check and --plan are for model files, %s is none", path);
+    status =
+        k3_run_reader_recognise(path) == K3_FILE_SWEEP ? k3_command_info_sweep(path) : k3_command_info_tuning(path);
     break;
   case K3_FILE_FOREIGN:
     K3_FAIL(K3_ERR_INPUT, "%s is neither a model file nor a run file: an HDF5 file whose root attribute format names "

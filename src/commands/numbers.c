@@ -18,3 +18,36 @@ K3Status k3_parse_count(const char *text, const char *option, int64_t low, int64
   *value = got;
   return K3_OK;
 }
+
+K3Status k3_next_word(const char **list, const char *option, char *word, size_t size, int *found)
+{
+  size_t length = strcspn(*list, ",");
+  *found = **list != '\0';
+  if (!*found) return K3_OK;
+  if (length >= size) K3_FAIL(K3_ERR_USAGE, "%s %.40s…: no such value", option, *list);
+  memcpy(word, *list, length);
+  word[length] = '\0';
+  *list += length;
+  if (**list == ',' && *++*list == '\0') K3_FAIL(K3_ERR_USAGE, "%s ends in a comma", option);
+  return K3_OK;
+}
+
+K3Status k3_parse_contexts(const char *list, int64_t room, int64_t *context, int64_t *contexts)
+{
+  char word[32];
+  int found = 1;
+  *contexts = 0;
+  for (;;) {
+    K3_TRY(k3_next_word(&list, "--contexts", word, sizeof word, &found));
+    if (!found) break;
+    if (*contexts == room) K3_FAIL(K3_ERR_USAGE, "--contexts: more than %lld", (long long)room);
+    int64_t *value = &context[*contexts];
+    K3_TRY(k3_parse_count(word, "--contexts", 1, INT32_MAX, value));
+    if (*contexts > 0 && *value <= value[-1])
+      K3_FAIL(K3_ERR_USAGE, "--contexts: %lld after %lld; wanted ascending positions, each once", (long long)*value,
+              (long long)value[-1]);
+    ++*contexts;
+  }
+  if (*contexts == 0) K3_FAIL(K3_ERR_USAGE, "--contexts is empty: wanted positions like 128,512,4096");
+  return K3_OK;
+}

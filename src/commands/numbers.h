@@ -2,6 +2,7 @@
 #ifndef K3_COMMANDS_NUMBERS_H
 #define K3_COMMANDS_NUMBERS_H
 
+#include <stddef.h>
 #include <stdint.h>
 
 #include "base/status.h"
@@ -9,5 +10,11 @@
 /* A whole decimal number in [low, high]. Errors: K3_ERR_USAGE naming the option, what it got and the range; an option
  * that ends in a colon ("--logits top:") is followed by the number without a space. */
 K3Status k3_parse_count(const char *text, const char *option, int64_t low, int64_t high, int64_t *value);
+
+/* The next comma-separated word of *list; *found 0 at its end. Errors: K3_ERR_USAGE for one that is too long. */
+K3Status k3_next_word(const char **list, const char *option, char *word, size_t size, int *found);
+
+/* --contexts: at most `room` positions, ascending, each once. Errors: K3_ERR_USAGE. */
+K3Status k3_parse_contexts(const char *list, int64_t room, int64_t *context, int64_t *contexts);
 
 #endif

@@ -60,6 +60,7 @@ typedef struct {
   K3Plan plan;
   K3DecodeOptions decode;
   K3Resume resume; /* tokens too */
+  K3TuningFile *tuning; /* NULL: none was given */
   K3BackendOptions backend_options;
   K3Backend *backend;
   K3RunFile *file; /* rank 0 */
@@ -222,7 +223,7 @@ static K3Status settle_tokens(Run *run)
 static K3Status open_backend(Run *run)
 {
   const RunOptions *options = &run->options;
-  run->backend_options = k3_session_backend_options(&options->session);
+  run->backend_options = k3_session_backend_options(&options->session, run->tuning);
   run->backend_options.capacity = k3_decode_capacity(k3_resume_position(&run->resume), &run->decode);
   run->backend_options.start = run->resume.from ? 0 : options->context; /* a snapshot brings its cache */
   if (run->resume.from && options->session.cache_type == K3_CACHE_TYPE_DEFAULT)
@@ -252,6 +253,10 @@ static K3Status create_output(Run *run)
   if (k3_session_same_file(options->model, run->output))
     K3_FAIL(K3_ERR_INPUT, "%s: --output is the model itself; choose another file", run->output);
   k3_plan_describe(&run->plan, &run->source->config, &run->source->table, run->source->types, plan, sizeof plan);
+  size_t used = strlen(plan);
+  if (run->tuning)
+    snprintf(plan + used, sizeof plan - used, "attention              as measured in %.200s (%s, %s)\n",
+             options->session.tuning, run->tuning->tuning.device, run->tuning->start_time);
   K3RunInfo info = {.version = PACKAGE_VERSION,
                     .model = options->model,
                     .model_digest = run->source->digest,
@@ -373,6 +378,7 @@ static void release(Run *run)
   if (run->ranks && run->ranks != run->comm) run->ranks->close(run->ranks);
   k3_resume_close(&run->resume);
   free(run->output);
+  k3_tuning_file_close(run->tuning);
   free(run->devices);
   free(run->command);
 }
@@ -394,6 +400,7 @@ static K3Status stages(Run *run, int *signal)
              (long long)run->resume.first_step, (long long)run->options.steps);
     return K3_OK;
   }
+  K3_TRY(k3_session_read_tuning(session, run->comm, &run->tuning));
   K3_TRY(open_backend(run));
   K3_TRY(k3_session_gather_devices(session, run->comm, run->backend, &run->devices));
   k3_interrupt_set_last_words(last_words, run);

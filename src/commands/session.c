@@ -21,6 +21,7 @@ const char k3_session_usage[] =
     "                          (default; integer products, mean KL below 1e-5), or float32 (slower; below 1e-9)\n"
     "  --cache f32|bf16|f16   (cuda) storage of the MLA cache (default f16; f32 with --activations f32)\n"
     "  --graph on|off         (cuda) a step as one captured graph (default), or launched kernel by kernel\n"
+    "  --tuning TUNE.h5       (cuda) cut attention as k3decode tune measured it best on this device\n"
     "  --slice r/W            one process stands for rank r of W, collectives left out: times, not logits\n";
 
 /* "AxB" or "A/B". */
@@ -81,6 +82,7 @@ K3Status k3_session_parse(int letter, const char *value, K3SessionOptions *optio
   case 'a': return parse_choice("--activations", value, "int16", "f32", &options->activations_f32);
   case 'g': return parse_choice("--graph", value, "off", "on", &options->graph);
   case 't': return parse_cache_type(value, &options->cache_type);
+  case 'u': options->tuning = value; return K3_OK;
   default: K3_FAIL(K3_ERR_USAGE, "unknown option or missing value: see --help");
   }
 }
@@ -106,7 +108,13 @@ K3Status k3_session_parse_attention(const char *option, const char *value, K3Att
   K3_FAIL(K3_ERR_USAGE, "%s %s: wanted split, unsplit, core or tensor", option, value);
 }
 
-K3BackendOptions k3_session_backend_options(const K3SessionOptions *options)
+K3Status k3_session_read_tuning(const K3SessionOptions *options, K3Comm *comm, K3TuningFile **tuning)
+{
+  *tuning = NULL;
+  return k3_comm_agree(comm, options->tuning ? k3_tuning_file_read(options->tuning, tuning) : K3_OK);
+}
+
+K3BackendOptions k3_session_backend_options(const K3SessionOptions *options, const K3TuningFile *tuning)
 {
   return (K3BackendOptions){.start_seed = (uint64_t)options->seed,
                             .slice_rank = options->slice_rank,
@@ -114,7 +122,9 @@ K3BackendOptions k3_session_backend_options(const K3SessionOptions *options)
                             .attention = options->attention,
                             .graph = options->graph,
                             .activations_f32 = options->activations_f32,
-                            .cache_type = options->cache_type};
+                            .cache_type = options->cache_type,
+                            .tuning = tuning ? &tuning->tuning : NULL,
+                            .tuning_path = options->tuning};
 }
 
 char *k3_session_join(int argc, char **argv)
@@ -192,7 +202,14 @@ K3Status k3_session_open_backend(const K3SessionOptions *options, K3Comm *comm, 
                                  const K3Plan *plan, const K3BackendOptions *backend_options, K3Backend **backend)
 {
   int cuda = strcmp(options->backend, "cuda") == 0 || (strcmp(options->backend, "auto") == 0 && k3_backend_has_cuda());
-  K3Status status = (cuda ? k3_backend_open_cuda : k3_backend_open_host)(source, plan, ranks, backend_options, backend);
+  K3Status status = K3_OK;
+  if (backend_options->tuning && !cuda)
+    status =
+        k3_status_fail(K3_ERR_INPUT, __FILE__, __LINE__,
+                       "%s was tuned on another device: %s, and this run is on the host backend; leave --tuning out",
+                       options->tuning, backend_options->tuning->device);
+  if (status == K3_OK)
+    status = (cuda ? k3_backend_open_cuda : k3_backend_open_host)(source, plan, ranks, backend_options, backend);
   K3_TRY(k3_comm_agree(comm, status));
   int64_t needed = 0, available = 0;
   status = (*backend)->memory(*backend, &needed, &available);

@@ -6,10 +6,12 @@
 #include <getopt.h>
 
 #include "decode/backend.h"
+#include "store/tuning_file.h"
 
 /* Options by these letters; see k3_session_usage. */
 typedef struct {
   const char *backend; /* "auto", "host", "cuda" */
+  const char *tuning;  /* path of a tuning file; NULL: none */
   int64_t seed;        /* of the synthetic cache */
   int expert_groups, expert_bands, slice_rank, slice_world;
   K3CacheBand cache_band;
@@ -28,7 +30,7 @@ typedef struct {
   {"backend", required_argument, 0, 'b'}, {"seed", required_argument, 0, 's'},               \
       {"cache-band", required_argument, 0, 'k'}, {"expert-grid", required_argument, 0, 'e'}, \
       {"slice", required_argument, 0, 'r'}, {"activations", required_argument, 0, 'a'},      \
-      {"cache", required_argument, 0, 't'},                                                  \
+      {"cache", required_argument, 0, 't'}, {"tuning", required_argument, 0, 'u'},           \
   {                                                                                          \
     "graph", required_argument, 0, 'g'                                                       \
   }
@@ -44,8 +46,12 @@ K3Status k3_session_check(const K3SessionOptions *options, const K3Comm *comm);
 /* "split", "unsplit" … Errors: K3_ERR_USAGE listing them; `option` begins the message. */
 K3Status k3_session_parse_attention(const char *option, const char *value, K3AttentionArm *arm);
 
-/* All but capacity and start. */
-K3BackendOptions k3_session_backend_options(const K3SessionOptions *options);
+/* The tuning file of the options, NULL when there is none; k3_tuning_file_close releases it. Each rank reads it.
+ * Errors: K3_ERR_INPUT. */
+K3Status k3_session_read_tuning(const K3SessionOptions *options, K3Comm *comm, K3TuningFile **tuning);
+
+/* All but capacity and start. tuning (may be NULL) outlives the backend. */
+K3BackendOptions k3_session_backend_options(const K3SessionOptions *options, const K3TuningFile *tuning);
 
 /* "k3decode …" as typed; the caller frees it. NULL: no memory. */
 char *k3_session_join(int argc, char **argv);

@@ -9,6 +9,7 @@
 #include "commands/progress.h"
 #include "commands/session.h"
 #include "commands/sweep_table.h"
+#include "commands/version.h"
 #include "config.h"
 #include "decode/interrupt.h"
 #include "decode/sweep.h"
@@ -52,49 +53,16 @@ typedef struct {
   K3Comm *ranks; /* of the decode: comm, or a slice's stand-in */
   K3Source *source;
   K3Plan plan[K3_SWEEP_ARMS];
+  K3TuningFile *tuning; /* NULL: none was given */
   K3BackendOptions backend_options;
   K3Backend *backend;
   K3Sweep sweep;
   int64_t touched[K3_PHASE_COUNT];
-  char *devices, *command, start_time[32], kind[64];
+  char *devices, *command, start_time[32], kind[64], versions[512];
   K3ProgressBar bar;
 } Run;
 
 /* --- options ----------------------------------------------------------------------------------------- */
-
-/* The next comma-separated word of *list; 0 at its end. Errors: K3_ERR_USAGE for one that is too long. */
-static K3Status next_word(const char **list, const char *option, char *word, size_t size, int *found)
-{
-  size_t length = strcspn(*list, ",");
-  *found = **list != '\0';
-  if (!*found) return K3_OK;
-  if (length >= size) K3_FAIL(K3_ERR_USAGE, "%s %.40s…: no such value", option, *list);
-  memcpy(word, *list, length);
-  word[length] = '\0';
-  *list += length;
-  if (**list == ',' && *++*list == '\0') K3_FAIL(K3_ERR_USAGE, "%s ends in a comma", option);
-  return K3_OK;
-}
-
-static K3Status parse_contexts(Run *run)
-{
-  const char *list = run->options.contexts;
-  char word[32];
-  int found = 1;
-  for (;;) {
-    K3_TRY(next_word(&list, "--contexts", word, sizeof word, &found));
-    if (!found) break;
-    if (run->contexts == MAX_CONTEXTS) K3_FAIL(K3_ERR_USAGE, "--contexts: more than %d", MAX_CONTEXTS);
-    int64_t *value = &run->context[run->contexts];
-    K3_TRY(k3_parse_count(word, "--contexts", 1, INT32_MAX, value));
-    if (run->contexts > 0 && *value <= value[-1])
-      K3_FAIL(K3_ERR_USAGE, "--contexts: %lld after %lld; wanted ascending positions, each once", (long long)*value,
-              (long long)value[-1]);
-    run->contexts++;
-  }
-  if (run->contexts == 0) K3_FAIL(K3_ERR_USAGE, "--contexts is empty: wanted positions like 128,512,4096");
-  return K3_OK;
-}
 
 static K3Status parse_arm(Run *run, int a, const char *word)
 {
@@ -127,7 +95,7 @@ static K3Status parse_arms(Run *run)
   char word[32];
   int count = 0, found = 1;
   for (;;) {
-    K3_TRY(next_word(&list, "--arms", word, sizeof word, &found));
+    K3_TRY(k3_next_word(&list, "--arms", word, sizeof word, &found));
     if (!found) break;
     if (count < K3_SWEEP_ARMS) K3_TRY(parse_arm(run, count, word));
     count++;
@@ -185,7 +153,7 @@ static K3Status parse_options(int argc, char **argv, Run *run, int *help)
     K3_FAIL(K3_ERR_USAGE, optind >= argc ? "a model is missing: k3decode sweep MODEL …; see k3decode sweep --help"
                                          : "more than one model given; see k3decode sweep --help");
   options->model = argv[optind];
-  K3_TRY(parse_contexts(run));
+  K3_TRY(k3_parse_contexts(run->options.contexts, MAX_CONTEXTS, run->context, &run->contexts));
   K3_TRY(parse_arms(run));
   return k3_session_check(&options->session, run->comm);
 }
@@ -223,7 +191,7 @@ static K3Status check_output(const Run *run)
 static K3Status open_backend(Run *run)
 {
   int most = run->arm[1].band == K3_CACHE_NONE;
-  run->backend_options = k3_session_backend_options(&run->options.session);
+  run->backend_options = k3_session_backend_options(&run->options.session, run->tuning);
   run->backend_options.capacity = k3_sweep_capacity(run->context[run->contexts - 1], run->options.steps);
   run->backend_options.start = run->context[0];
   run->backend_options.reconfigures = 1;
@@ -249,12 +217,14 @@ static K3Status open_sweep(Run *run)
     snprintf(run->kind, sizeof run->kind, "slice %d/%d, collectives left out: times, not logits",
              run->options.session.slice_rank, run->options.session.slice_world);
   else snprintf(run->kind, sizeof run->kind, "whole, %d rank%s", run->comm->world, run->comm->world == 1 ? "" : "s");
+  k3_version_line(run->versions, sizeof run->versions);
   return k3_session_start_time(run->start_time);
 }
 
 static K3SweepInfo info_of(const Run *run)
 {
   return (K3SweepInfo){.version = PACKAGE_VERSION,
+                       .versions = run->versions,
                        .model = run->options.model,
                        .backend = run->backend->name,
                        .devices = run->devices ? run->devices : "",
@@ -325,6 +295,7 @@ static K3Status stages(Run *run, int *signal)
   for (int a = 0; a < K3_SWEEP_ARMS; a++)
     K3_TRY(k3_session_plan(session, run->arm[a].band, run->comm, run->ranks, run->source, &run->plan[a]));
   K3_TRY(k3_comm_agree(run->comm, check_output(run)));
+  K3_TRY(k3_session_read_tuning(session, run->comm, &run->tuning));
   K3_TRY(open_backend(run));
   K3_TRY(k3_session_gather_devices(session, run->comm, run->backend, &run->devices));
   K3_TRY(k3_comm_agree(run->comm, open_sweep(run)));
@@ -338,6 +309,7 @@ static void release(Run *run)
   if (run->source) run->source->close(run->source);
   if (run->ranks && run->ranks != run->comm) run->ranks->close(run->ranks);
   k3_sweep_close(&run->sweep);
+  k3_tuning_file_close(run->tuning);
   free(run->devices);
   free(run->command);
 }

@@ -5,7 +5,6 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "commands/version.h"
 #include "decode/sweep.h"
 
 static const double *statistics_of(const double *all, int64_t c, int arm)
@@ -15,9 +14,7 @@ static const double *statistics_of(const double *all, int64_t c, int arm)
 
 void k3_sweep_print_head(const K3SweepInfo *info, const K3Sweep *sweep)
 {
-  char versions[512];
-  k3_version_line(versions, sizeof versions);
-  printf("# %s\n# %s\n", info->command, versions);
+  printf("# %s\n# %s\n", info->command, info->versions);
   printf("# model %s, digest %016llx; %s; backend %s\n", info->model, (unsigned long long)info->model_digest,
          info->kind, info->backend);
   for (const char *line = info->devices; line && *line;) {
@@ -164,4 +161,16 @@ void k3_sweep_print_tail(const K3SweepInfo *info, const K3Sweep *sweep)
            (long long)compared);
   else printf("# verdict: one arm does not exist here, nothing to compare\n");
   fflush(stdout);
+}
+
+K3Status k3_command_info_sweep(const char *path)
+{
+  K3SweepPage *page;
+  K3_TRY(k3_sweep_file_read(path, &page));
+  printf("# sweep file %s, made by k3decode %s, started %s\n", path, page->info.version, page->info.start_time);
+  k3_sweep_print_head(&page->info, &page->sweep);
+  for (int64_t c = 0; c < page->sweep.contexts; c++) k3_sweep_print_context(&page->sweep, c);
+  k3_sweep_print_tail(&page->info, &page->sweep);
+  k3_sweep_page_close(page);
+  return K3_OK;
 }

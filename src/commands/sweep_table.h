@@ -13,4 +13,7 @@ void k3_sweep_print_context(const K3Sweep *sweep, int64_t c);
 /* Differences against the noise floor, depth-dependent term and control phases of all measured contexts, and the verdict. */
 void k3_sweep_print_tail(const K3SweepInfo *info, const K3Sweep *sweep);
 
+/* `k3decode info` of a sweep file: the same table. Errors: those of k3_sweep_file_read. */
+K3Status k3_command_info_sweep(const char *path);
+
 #endif

@@ -46,6 +46,8 @@ typedef struct {
   uint64_t start_seed;
   int slice_rank, slice_world; /* slice_world > 0: stand for that rank of that world, collectives left out */
   K3AttentionArm attention;
+  const struct K3AttentionTuning *tuning; /* CUDA: measured cuts of attention (--tuning); NULL: the planner's own */
+  const char *tuning_path;                /* begins messages about it */
   int reconfigures;     /* 1: `configure` will be called, so make room for what any of its arms wants */
   /* CUDA alone: */
   int graph;                   /* 1: a step is a captured graph; 0: the same kernels launched one by one */

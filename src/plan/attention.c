@@ -1,5 +1,5 @@
 /* See attention.h. Layer: plan. */
-#include "plan/attention.h"
+#include "plan/attention_tuning.h"
 
 static int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -58,6 +58,19 @@ static int64_t choose_slices(const K3AttentionShape *s, const K3AttentionPlan *p
   return slices;
 }
 
+/* Width and slices as measured. 0: nothing measured serves. */
+static int take_tuned(const K3AttentionShape *s, K3AttentionPlan *plan)
+{
+  int64_t tiles = divide_up(s->rows, s->tile_rows);
+  const K3AttentionTrial *trial =
+      s->force_slices > 0 ? NULL : k3_attention_tuning_find(s->tuning, s->kernel, s->heads, s->rows);
+  if (!trial) return 0;
+  plan->heads_per_pass = trial->heads_per_pass;
+  plan->passes = divide_up(s->heads, trial->heads_per_pass);
+  plan->slices = trial->slices < tiles ? trial->slices : tiles;
+  return 1;
+}
+
 int64_t k3_attention_resident_guess(K3AttentionKernel kernel, int64_t latent, int64_t width)
 {
   if (kernel == K3_ATTENTION_KERNEL_TENSOR) return 1; /* its ring takes nearly all of the shared memory */
@@ -76,8 +89,11 @@ K3Status k3_attention_plan(const K3AttentionShape *shape, K3AttentionPlan *plan)
   plan->rows = shape->rows;
   plan->latent = shape->latent;
   plan->tile_rows = shape->tile_rows;
-  choose_width(shape, plan);
-  plan->slices = choose_slices(shape, plan);
+  plan->tuned = take_tuned(shape, plan);
+  if (!plan->tuned) {
+    choose_width(shape, plan);
+    plan->slices = choose_slices(shape, plan);
+  }
   plan->split = plan->slices > 1;
   plan->blocks = plan->passes * plan->slices;
   int64_t tiles = divide_up(shape->rows, shape->tile_rows);

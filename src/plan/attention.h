@@ -34,7 +34,11 @@ typedef enum {
 
 enum { K3_ATTENTION_CORE_TILE_ROWS = 32, K3_ATTENTION_TENSOR_TILE_ROWS = 64 };
 
+struct K3AttentionTuning; /* plan/attention_tuning.h */
+
 typedef struct {
+  K3AttentionKernel kernel;
+  const struct K3AttentionTuning *tuning; /* measured cuts that go before the planner's own; NULL: none */
   int64_t heads;               /* heads this rank attends for (all of them when the cache is banded by context) */
   int64_t rows;                /* rows the plan must serve, at most this rank's capacity */
   int64_t latent;              /* C */
@@ -53,6 +57,7 @@ typedef struct {
   int64_t passes;              /* grid.y of the slice kernel */
   int64_t slices;              /* grid.x of the slice kernel, partials of the merge */
   int split;                   /* 0: one slice, the un-split kernel */
+  int tuned;                   /* 1: width and slices are measured ones (shape.tuning) */
   int64_t blocks;              /* passes × slices */
   int64_t busy_blocks;         /* of these, with rows when all plan.rows are cached */
   int64_t acc_floats;          /* scratch: [slices, heads, latent] */
@@ -64,6 +69,7 @@ static inline void k3_attention_kernel_shape(K3AttentionKernel kernel, int64_t h
                                              K3AttentionShape *shape)
 {
   memset(shape, 0, sizeof *shape);
+  shape->kernel = kernel;
   shape->heads = heads;
   shape->latent = latent;
   shape->unsplit_rows = K3_ATTENTION_UNSPLIT_ROWS;
@@ -80,8 +86,9 @@ static inline void k3_attention_kernel_shape(K3AttentionKernel kernel, int64_t h
  * without a device. The CUDA backend asks the driver. width: C + R. */
 int64_t k3_attention_resident_guess(K3AttentionKernel kernel, int64_t latent, int64_t width);
 
-/* Derives the plan. Nothing is remembered: call again when anything in `shape` changes.
- * Where there is enough work (passes × tiles >= multiprocessors, above the threshold, no cap hit), at least 90 % of
+/* Derives the plan. Nothing is remembered: call again when anything in `shape` changes. Width and slices are those of
+ * shape.tuning where it has such heads and rows and no slice count is forced.
+ * Where there is enough work and no tuning (passes × tiles >= multiprocessors, above the threshold, no cap hit), at least 90 % of
  * the multiprocessors have work.
  * Errors: K3_ERR_INPUT for a size below 1, naming it. */
 K3Status k3_attention_plan(const K3AttentionShape *shape, K3AttentionPlan *plan);

@@ -62,6 +62,22 @@ K3Status k3_hdf5_put_dataset(const char *path, hid_t file, const char *name, hid
   return status;
 }
 
+K3Status k3_hdf5_put_numbers(const char *path, hid_t file, const char *name, int real, int axes, const hsize_t *size,
+                             const void *value, const char *units, const char *axis_names, const char *meaning)
+{
+  K3Status status = K3_OK;
+  K3_TRY(k3_hdf5_put_dataset(path, file, name, real ? H5T_IEEE_F64LE : H5T_STD_I64LE,
+                             real ? H5T_NATIVE_DOUBLE : H5T_NATIVE_INT64, axes, size, value));
+  hid_t made = H5Dopen2(file, name, H5P_DEFAULT);
+  if (made < 0) return K3_HDF5_FAIL("output %s: dataset %s cannot be opened", path, name);
+  if (units) K3_TRY_DONE(k3_hdf5_put_text(path, made, "units", units));
+  K3_TRY_DONE(k3_hdf5_put_text(path, made, "axes", axis_names));
+  K3_TRY_DONE(k3_hdf5_put_text(path, made, "meaning", meaning));
+done:
+  H5Dclose(made);
+  return status;
+}
+
 K3Status k3_hdf5_put_text_dataset(const char *path, hid_t file, const char *name, const char *text, size_t bytes)
 {
   char *padded = calloc(1, bytes);

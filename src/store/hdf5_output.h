@@ -1,4 +1,4 @@
-/* Attributes and datasets of files that k3decode writes: run files and sweep files. Layer: store.
+/* Attributes and datasets of files that k3decode writes: run, sweep and tuning files. Layer: store.
  * `path` (the file) begins the messages. Errors: K3_ERR_INPUT. */
 #ifndef K3_STORE_HDF5_OUTPUT_H
 #define K3_STORE_HDF5_OUTPUT_H
@@ -28,6 +28,10 @@ K3Status k3_hdf5_put_text(const char *path, hid_t where, const char *name, const
  * `axes` 0: scalar. */
 K3Status k3_hdf5_put_dataset(const char *path, hid_t file, const char *name, hid_t stored, hid_t memory, int axes,
                              const hsize_t *size, const void *value);
+
+/* Doubles (`real`) or int64_t with what they are as attributes: units (NULL: none), names of the axes, meaning. */
+K3Status k3_hdf5_put_numbers(const char *path, hid_t file, const char *name, int real, int axes, const hsize_t *size,
+                             const void *value, const char *units, const char *axis_names, const char *meaning);
 
 /* A scalar text of room `bytes`. */
 K3Status k3_hdf5_put_text_dataset(const char *path, hid_t file, const char *name, const char *text, size_t bytes);

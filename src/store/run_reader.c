@@ -12,6 +12,8 @@
 
 #include "store/hdf5_error.h"
 #include "store/snapshot_file.h"
+#include "store/sweep_file.h"
+#include "store/tuning_file.h"
 
 /* A failure of the HDF5 call just made; an expression. */
 #define HDF5_FAIL(format, ...) \
@@ -126,6 +128,8 @@ K3FileKind k3_run_reader_recognise(const char *path)
   if (format && strcmp(format, K3_RUN_FORMAT) == 0) kind = K3_FILE_RUN;
   if (format && strcmp(format, "k3decode-model") == 0) kind = K3_FILE_MODEL;
   if (format && strcmp(format, K3_SNAPSHOT_FORMAT) == 0) kind = K3_FILE_SNAPSHOT;
+  if (format && strcmp(format, K3_SWEEP_FORMAT) == 0) kind = K3_FILE_SWEEP;
+  if (format && strcmp(format, K3_TUNING_FORMAT) == 0) kind = K3_FILE_TUNING;
   free(format);
   H5Fclose(file);
   H5Eclear2(H5E_DEFAULT);

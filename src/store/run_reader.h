@@ -14,6 +14,8 @@ typedef enum {
   K3_FILE_MODEL,
   K3_FILE_RUN,
   K3_FILE_SNAPSHOT,
+  K3_FILE_SWEEP,
+  K3_FILE_TUNING,
   K3_FILE_FOREIGN     /* some other HDF5 file */
 } K3FileKind;
 

@@ -1,18 +1,14 @@
-/* Writes the sweep file. See sweep_file.h. Layer: store. */
+/* Writes and reads the sweep file. See sweep_file.h. Layer: store. */
 #include "store/sweep_file.h"
 
-#include <errno.h>
-#include <fcntl.h>
-#include <hdf5.h>
-#include <limits.h>
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/stat.h>
-#include <unistd.h>
 
 #include "store/hdf5_attribute.h"
+#include "store/hdf5_dataset.h"
+#include "store/hdf5_image.h"
 #include "store/hdf5_output.h"
 
 /* ---------------------------------------------------------------- memory */
@@ -66,92 +62,14 @@ void k3_sweep_close(K3Sweep *sweep)
   memset(sweep, 0, sizeof *sweep);
 }
 
-/* ---------------------------------------------------------------- the path */
-
-/* Is the file at `path` one of ours? */
-static int is_sweep_file(const char *path)
-{
-  char format[64] = "";
-  k3_hdf5_silence();
-  hid_t file = H5Fopen(path, H5F_ACC_RDONLY, H5P_DEFAULT);
-  if (file < 0) return 0;
-  if (H5Aexists(file, "format") > 0 && k3_hdf5_read_text(path, file, "/", "format", format, sizeof format) != K3_OK)
-    k3_status_clear();
-  H5Fclose(file);
-  return strcmp(format, K3_SWEEP_FORMAT) == 0;
-}
-
-K3Status k3_sweep_file_check(const char *path, int overwrite)
-{
-  struct stat info;
-  char folder[PATH_MAX];
-  if (path[0] == '\0') K3_FAIL(K3_ERR_INPUT, "output: the path is empty");
-  if (strlen(path) + sizeof ".partial" > sizeof folder)
-    K3_FAIL(K3_ERR_INPUT, "output: a path of %zu bytes is too long", strlen(path));
-  if (stat(path, &info) == 0) {
-    if (S_ISDIR(info.st_mode)) K3_FAIL(K3_ERR_INPUT, "output %s is a directory; give the path of a file in it", path);
-    if (!S_ISREG(info.st_mode)) K3_FAIL(K3_ERR_INPUT, "output %s is not a regular file; give another path", path);
-    if (!overwrite) K3_FAIL(K3_ERR_INPUT, "output %s exists; give another path, or --overwrite", path);
-    if (info.st_size > 0 && !is_sweep_file(path))
-      K3_FAIL(K3_ERR_INPUT,
-              "output %s is not a sweep file, and sweep replaces nothing else; give another path or "
-              "remove it",
-              path);
-  }
-  strcpy(folder, path);
-  char *slash = strrchr(folder, '/');
-  if (!slash) strcpy(folder, ".");
-  else slash[slash == folder] = '\0';
-  if (stat(folder, &info) != 0 || !S_ISDIR(info.st_mode))
-    K3_FAIL(K3_ERR_INPUT, "output %s: no such directory; make it first", path);
-  if (access(folder, W_OK | X_OK) != 0) K3_FAIL(K3_ERR_INPUT, "output %s cannot be written: %s", path, strerror(errno));
-  return K3_OK;
-}
-
-/* `bytes` as PATH.partial, then under its name. */
-static K3Status write_image(const char *path, const void *image, size_t bytes)
-{
-  char partial[PATH_MAX];
-  snprintf(partial, sizeof partial, "%s.partial", path);
-  int descriptor = open(partial, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666), error = 0;
-  if (descriptor < 0) K3_FAIL(K3_ERR_INPUT, "output %s cannot be written: %s", partial, K3_ERRNO_REASON(errno));
-  for (size_t at = 0; at < bytes && !error;) {
-    ssize_t count = write(descriptor, (const char *)image + at, bytes - at);
-    if (count < 0 && errno != EINTR) error = errno;
-    if (count > 0) at += (size_t)count;
-  }
-  if (!error && fsync(descriptor) != 0 && errno != EINVAL && errno != EROFS) error = errno;
-  if (close(descriptor) != 0 && !error) error = errno;
-  if (!error && rename(partial, path) != 0) error = errno;
-  if (!error) return K3_OK;
-  unlink(partial);
-  K3_FAIL(K3_ERR_INPUT, "output %s cannot be written: %s", path, K3_ERRNO_REASON(error));
-}
-
 /* ---------------------------------------------------------------- the content */
-
-/* A dataset with its axes named, and its unit (NULL: none). */
-static K3Status put(const char *path, hid_t file, const char *name, int real, int axes, const hsize_t *size,
-                    const void *value, const char *units, const char *axis_names, const char *meaning)
-{
-  K3Status status = K3_OK;
-  K3_TRY(k3_hdf5_put_dataset(path, file, name, real ? H5T_IEEE_F64LE : H5T_STD_I64LE,
-                             real ? H5T_NATIVE_DOUBLE : H5T_NATIVE_INT64, axes, size, value));
-  hid_t made = H5Dopen2(file, name, H5P_DEFAULT);
-  if (made < 0) return K3_HDF5_FAIL("output %s: dataset %s cannot be opened", path, name);
-  if (units) K3_TRY_DONE(k3_hdf5_put_text(path, made, "units", units));
-  K3_TRY_DONE(k3_hdf5_put_text(path, made, "axes", axis_names));
-  K3_TRY_DONE(k3_hdf5_put_text(path, made, "meaning", meaning));
-done:
-  H5Dclose(made);
-  return status;
-}
 
 static K3Status put_description(const char *path, hid_t file, const K3SweepInfo *info, const K3Sweep *sweep)
 {
   K3_TRY(k3_hdf5_put_text(path, file, "format", K3_SWEEP_FORMAT));
   K3_TRY(k3_hdf5_put_integer(path, file, "format_version", K3_SWEEP_FORMAT_VERSION));
   K3_TRY(k3_hdf5_put_text(path, file, "program_version", info->version));
+  K3_TRY(k3_hdf5_put_text(path, file, "versions", info->versions));
   K3_TRY(k3_hdf5_put_text(path, file, "model", info->model));
   K3_TRY(k3_hdf5_put_attribute(path, file, "model_digest", H5T_STD_U64LE, H5T_NATIVE_UINT64, &info->model_digest));
   K3_TRY(k3_hdf5_put_text(path, file, "backend", info->backend));
@@ -196,21 +114,22 @@ static K3Status put_times(const char *path, hid_t file, const K3SweepInfo *info,
           P = (hsize_t)sweep->phases;
   hsize_t steps[] = {C, K3_SWEEP_ARMS, R, K3_SWEEP_BLOCKS, N}, phases[] = {C, K3_SWEEP_WHENS, K3_SWEEP_ARMS, N, P},
           tokens[] = {C, K3_SWEEP_ARMS, N};
-  K3_TRY(put(path, file, "/contexts", 0, 1, &C, sweep->context, "positions", "context",
-             "positions cached before the first, untimed step of a block"));
+  K3_TRY(k3_hdf5_put_numbers(path, file, "/contexts", 0, 1, &C, sweep->context, "positions", "context",
+                             "positions cached before the first, untimed step of a block"));
   K3_TRY(k3_hdf5_put_group(path, file, "/timings"));
-  K3_TRY(put(path, file, "/timings/step_ms", 1, 5, steps, sweep->step_ms, "ms", "context, arm, repeat, block, step",
-             "wall time of a step on the slowest rank"));
-  K3_TRY(put(path, file, "/timings/same_arm_step_ms", 1, 5, steps, sweep->same_ms, "ms",
-             "context, of the pair, repeat, block, step", "the A/A pair: one arm interleaved with itself"));
-  K3_TRY(put(path, file, "/timings/phase_ms", 1, 5, phases, sweep->phase_ms, "ms",
-             "context, before and after, arm, step, phase",
-             "time of a phase on the slowest rank, in blocks of their own"));
+  K3_TRY(k3_hdf5_put_numbers(path, file, "/timings/step_ms", 1, 5, steps, sweep->step_ms, "ms",
+                             "context, arm, repeat, block, step", "wall time of a step on the slowest rank"));
+  K3_TRY(k3_hdf5_put_numbers(path, file, "/timings/same_arm_step_ms", 1, 5, steps, sweep->same_ms, "ms",
+                             "context, of the pair, repeat, block, step",
+                             "the A/A pair: one arm interleaved with itself"));
+  K3_TRY(k3_hdf5_put_numbers(path, file, "/timings/phase_ms", 1, 5, phases, sweep->phase_ms, "ms",
+                             "context, before and after, arm, step, phase",
+                             "time of a phase on the slowest rank, in blocks of their own"));
   K3_TRY(k3_hdf5_put_texts(path, file, "/timings/phase_names", 1, &P, info->phase_names));
-  K3_TRY(put(path, file, "/timings/phase_touched", 0, 1, &P, info->phase_touched, NULL, "phase",
-             "1: the arms differ in this phase; 0: a control"));
-  return put(path, file, "/tokens", 0, 3, tokens, sweep->token, NULL, "context, arm, step",
-             "tokens chosen in an arm's first block; -1: no such arm");
+  K3_TRY(k3_hdf5_put_numbers(path, file, "/timings/phase_touched", 0, 1, &P, info->phase_touched, NULL, "phase",
+                             "1: the arms differ in this phase; 0: a control"));
+  return k3_hdf5_put_numbers(path, file, "/tokens", 0, 3, tokens, sweep->token, NULL, "context, arm, step",
+                             "tokens chosen in an arm's first block; -1: no such arm");
 }
 
 static K3Status put_derived(const char *path, hid_t file, const K3Sweep *sweep)
@@ -221,66 +140,193 @@ static K3Status put_derived(const char *path, hid_t file, const K3Sweep *sweep)
           control[] = {C, K3_SWEEP_WHENS, K3_SWEEP_ARMS, P};
   K3_TRY(k3_hdf5_put_group(path, file, "/curve"));
   K3_TRY(k3_hdf5_put_texts(path, file, "/curve/statistic_names", 1, &S, names));
-  K3_TRY(put(path, file, "/curve/step_ms", 1, 3, cells, sweep->statistic_ms, "ms", "context, arm, statistic",
-             "over all repeats, blocks and steps"));
-  K3_TRY(put(path, file, "/curve/same_arm_step_ms", 1, 3, cells, sweep->same_statistic_ms, "ms",
-             "context, of the pair, statistic", "the same of the A/A pair"));
-  K3_TRY(put(path, file, "/curve/difference_ms", 1, 1, &C, sweep->difference_ms, "ms", "context",
-             "median of B - median of A"));
-  K3_TRY(put(path, file, "/curve/repeat_difference_ms", 1, 2, repeats, sweep->repeat_difference_ms, "ms",
-             "context, repeat", "median of B - median of A, repeat by repeat"));
-  K3_TRY(put(path, file, "/curve/same_arm_difference_ms", 1, 2, repeats, sweep->same_difference_ms, "ms",
-             "context, repeat", "difference of medians of the A/A pair"));
-  K3_TRY(
-      put(path, file, "/curve/own_floor_ms", 1, 1, &C, sweep->own_floor_ms, "ms", "context",
-          "the largest same_arm_difference_ms without sign; where both arms run the same plan, their difference too"));
-  K3_TRY(
-      put(path, file, "/curve/floor_ms", 1, 1, &C, sweep->floor_ms, "ms", "context",
-          "noise floor: the largest own_floor_ms of all contexts, in ms or as a share of the A/A median, whichever is "
-          "less; at least own_floor_ms"));
-  K3_TRY(put(path, file, "/curve/same_path", 0, 1, &C, sweep->same_path, NULL, "context",
-             "1: both arms run the same plan, their difference is noise"));
-  K3_TRY(put(path, file, "/curve/above_floor", 0, 1, &C, sweep->above_floor, NULL, "context",
-             "1: the difference is larger than the floor and has one sign in all repeats; 0: no difference"));
-  K3_TRY(put(path, file, "/curve/depth_ms", 1, 2, cells, sweep->depth_ms, "ms", "context, arm",
-             "median at this context - median at the first"));
-  K3_TRY(put(path, file, "/curve/depth_floor_ms", 1, 2, cells, sweep->depth_floor_ms, "ms", "context, arm",
-             "floors of both contexts + how far the control phases moved between them"));
-  return put(path, file, "/curve/control_ms", 1, 4, control, sweep->control_ms, "ms",
-             "context, before and after, arm, phase", "medians of /timings/phase_ms");
+  K3_TRY(k3_hdf5_put_numbers(path, file, "/curve/step_ms", 1, 3, cells, sweep->statistic_ms, "ms",
+                             "context, arm, statistic", "over all repeats, blocks and steps"));
+  K3_TRY(k3_hdf5_put_numbers(path, file, "/curve/same_arm_step_ms", 1, 3, cells, sweep->same_statistic_ms, "ms",
+                             "context, of the pair, statistic", "the same of the A/A pair"));
+  K3_TRY(k3_hdf5_put_numbers(path, file, "/curve/difference_ms", 1, 1, &C, sweep->difference_ms, "ms", "context",
+                             "median of B - median of A"));
+  K3_TRY(k3_hdf5_put_numbers(path, file, "/curve/repeat_difference_ms", 1, 2, repeats, sweep->repeat_difference_ms,
+                             "ms", "context, repeat", "median of B - median of A, repeat by repeat"));
+  K3_TRY(k3_hdf5_put_numbers(path, file, "/curve/same_arm_difference_ms", 1, 2, repeats, sweep->same_difference_ms,
+                             "ms", "context, repeat", "difference of medians of the A/A pair"));
+  K3_TRY(k3_hdf5_put_numbers(
+      path, file, "/curve/own_floor_ms", 1, 1, &C, sweep->own_floor_ms, "ms", "context",
+      "the largest same_arm_difference_ms without sign; where both arms run the same plan, their difference too"));
+  K3_TRY(k3_hdf5_put_numbers(
+      path, file, "/curve/floor_ms", 1, 1, &C, sweep->floor_ms, "ms", "context",
+      "noise floor: the largest own_floor_ms of all contexts, in ms or as a share of the A/A median, whichever is "
+      "less; at least own_floor_ms"));
+  K3_TRY(k3_hdf5_put_numbers(path, file, "/curve/same_path", 0, 1, &C, sweep->same_path, NULL, "context",
+                             "1: both arms run the same plan, their difference is noise"));
+  K3_TRY(k3_hdf5_put_numbers(
+      path, file, "/curve/above_floor", 0, 1, &C, sweep->above_floor, NULL, "context",
+      "1: the difference is larger than the floor and has one sign in all repeats; 0: no difference"));
+  K3_TRY(k3_hdf5_put_numbers(path, file, "/curve/depth_ms", 1, 2, cells, sweep->depth_ms, "ms", "context, arm",
+                             "median at this context - median at the first"));
+  K3_TRY(k3_hdf5_put_numbers(path, file, "/curve/depth_floor_ms", 1, 2, cells, sweep->depth_floor_ms, "ms",
+                             "context, arm",
+                             "floors of both contexts + how far the control phases moved between them"));
+  return k3_hdf5_put_numbers(path, file, "/curve/control_ms", 1, 4, control, sweep->control_ms, "ms",
+                             "context, before and after, arm, phase", "medians of /timings/phase_ms");
 }
 
-static K3Status fill(const char *path, hid_t file, const K3SweepInfo *info, const K3Sweep *sweep)
+typedef struct {
+  const K3SweepInfo *info;
+  const K3Sweep *sweep;
+} Content;
+
+static K3Status fill(const char *path, hid_t file, const void *context)
 {
-  K3_TRY(put_description(path, file, info, sweep));
-  K3_TRY(put_arms(path, file, sweep));
-  K3_TRY(put_times(path, file, info, sweep));
-  return put_derived(path, file, sweep);
+  const Content *content = context;
+  K3_TRY(put_description(path, file, content->info, content->sweep));
+  K3_TRY(put_arms(path, file, content->sweep));
+  K3_TRY(put_times(path, file, content->info, content->sweep));
+  return put_derived(path, file, content->sweep);
+}
+
+K3Status k3_sweep_file_check(const char *path, int overwrite)
+{
+  return k3_hdf5_check_output(path, overwrite, K3_SWEEP_FORMAT, "sweep");
 }
 
 K3Status k3_sweep_file_write(const char *path, const K3SweepInfo *info, const K3Sweep *sweep)
 {
-  K3Status status = K3_OK;
-  void *image = NULL;
+  const Content content = {info, sweep};
   K3_TRY(k3_sweep_file_check(path, info->overwrite));
-  k3_hdf5_silence();
-  hid_t access = H5Pcreate(H5P_FILE_ACCESS), file = H5I_INVALID_HID;
-  if (access >= 0 && H5Pset_fapl_core(access, 1 << 20, 0) >= 0)
-    file = H5Fcreate(path, H5F_ACC_TRUNC, H5P_DEFAULT, access); /* in memory: the path is a name alone */
-  if (file < 0) {
-    status = K3_HDF5_FAIL("output %s: no HDF5 file in memory", path);
-    goto done;
+  return k3_hdf5_write_image(path, fill, &content);
+}
+
+/* ---------------------------------------------------------------- reading */
+
+enum { DESCRIPTIONS = 7, LONG_TEXT = 4096, SHORT_TEXT = 256 };
+
+static K3Status read_description(const char *path, hid_t file, K3SweepPage *page, int64_t count[3])
+{
+  K3SweepInfo *info = &page->info;
+  const char **const text[DESCRIPTIONS] = {&info->version, &info->model,      &info->backend, &info->devices,
+                                           &info->command, &info->start_time, &info->kind};
+  static const char *const names[DESCRIPTIONS] = {"program_version", "model",      "backend", "devices",
+                                                  "command",         "start_time", "kind"};
+  static const char *const counts[3] = {"steps", "repeats", "ranks"};
+  for (int i = 0; i < DESCRIPTIONS; i++) {
+    *text[i] = page->texts + i * LONG_TEXT;
+    K3_TRY(k3_hdf5_read_text(path, file, "/", names[i], page->texts + i * LONG_TEXT, LONG_TEXT));
   }
-  K3_TRY_DONE(fill(path, file, info, sweep));
-  ssize_t bytes = H5Fflush(file, H5F_SCOPE_GLOBAL) < 0 ? -1 : H5Fget_file_image(file, NULL, 0);
-  if (bytes < 0 || !(image = malloc((size_t)bytes)) || H5Fget_file_image(file, image, (size_t)bytes) < 0) {
-    status = K3_HDF5_FAIL("output %s: no image of the HDF5 file", path);
-    goto done;
+  for (int i = 0; i < 3; i++) {
+    K3_TRY(k3_hdf5_read_number(path, file, "/", counts[i], H5T_INTEGER, H5T_NATIVE_INT64, &count[i]));
+    if (count[i] < 1 || count[i] > INT32_MAX)
+      K3_FAIL(K3_ERR_INPUT, "%s: attribute %s is %lld, wanted 1 or more", path, counts[i], (long long)count[i]);
   }
-  status = write_image(path, image, (size_t)bytes);
-done:
-  free(image);
-  if (file >= 0) H5Fclose(file);
-  if (access >= 0) H5Pclose(access);
+  info->ranks = (int)count[2];
+  char *versions = page->texts + DESCRIPTIONS * LONG_TEXT;
+  snprintf(versions, LONG_TEXT, "k3decode %.64s", info->version); /* the first files say no more */
+  info->versions = versions;
+  if (H5Aexists(file, "versions") > 0) K3_TRY(k3_hdf5_read_text(path, file, "/", "versions", versions, LONG_TEXT));
+  K3_TRY(k3_hdf5_read_number(path, file, "/", "seed", H5T_INTEGER, H5T_NATIVE_INT64, &info->seed));
+  K3_TRY(k3_hdf5_read_number(path, file, "/", "capacity", H5T_INTEGER, H5T_NATIVE_INT64, &info->capacity));
+  return k3_hdf5_read_number(path, file, "/", "model_digest", H5T_INTEGER, H5T_NATIVE_UINT64, &info->model_digest);
+}
+
+/* Names of arms and phases, and the lines about attention. */
+static K3Status read_names(const char *path, hid_t file, K3SweepPage *page)
+{
+  K3Sweep *sweep = &page->sweep;
+  hsize_t two = K3_SWEEP_ARMS, P = (hsize_t)sweep->phases, cells[2] = {(hsize_t)sweep->contexts, K3_SWEEP_ARMS};
+  char *arm = page->texts + (DESCRIPTIONS + 1) * LONG_TEXT, *lack = arm + K3_SWEEP_ARMS * SHORT_TEXT,
+       *phase = lack + K3_SWEEP_ARMS * SHORT_TEXT;
+  K3_TRY(k3_hdf5_read_texts(path, file, "/arms/names", 1, &two, SHORT_TEXT, arm));
+  K3_TRY(k3_hdf5_read_texts(path, file, "/arms/missing_because", 1, &two, SHORT_TEXT, lack));
+  K3_TRY(k3_hdf5_read_texts(path, file, "/arms/attention", 2, cells, K3_SWEEP_TEXT_BYTES, (char *)sweep->attention));
+  K3_TRY(k3_hdf5_read_texts(path, file, "/timings/phase_names", 1, &P, SHORT_TEXT, phase));
+  for (int a = 0; a < K3_SWEEP_ARMS; a++) {
+    sweep->arm[a] = arm + a * SHORT_TEXT;
+    sweep->lack[a] = lack[a * SHORT_TEXT] ? lack + a * SHORT_TEXT : NULL;
+  }
+  sweep->base = sweep->lack[0] != NULL;
+  for (int64_t p = 0; p < sweep->phases; p++) page->phase_names[p] = phase + p * SHORT_TEXT;
+  page->info.phase_names = page->phase_names;
+  page->info.phase_touched = page->phase_touched;
+  return K3_OK;
+}
+
+static K3Status read_numbers(const char *path, hid_t file, K3SweepPage *page)
+{
+  K3Sweep *sweep = &page->sweep;
+  hsize_t C = (hsize_t)sweep->contexts, P = (hsize_t)sweep->phases;
+  hsize_t cells[] = {C, K3_SWEEP_ARMS, K3_SWEEP_STATISTICS}, control[] = {C, K3_SWEEP_WHENS, K3_SWEEP_ARMS, P},
+          tokens[] = {C, K3_SWEEP_ARMS, (hsize_t)sweep->steps};
+  const struct {
+    const char *name;
+    int real, axes;
+    const hsize_t *size;
+    void *value;
+  } all[] = {{"/contexts", 0, 1, &C, sweep->context},
+             {"/timings/phase_touched", 0, 1, &P, page->phase_touched},
+             {"/tokens", 0, 3, tokens, sweep->token},
+             {"/curve/step_ms", 1, 3, cells, sweep->statistic_ms},
+             {"/curve/same_arm_step_ms", 1, 3, cells, sweep->same_statistic_ms},
+             {"/curve/difference_ms", 1, 1, &C, sweep->difference_ms},
+             {"/curve/own_floor_ms", 1, 1, &C, sweep->own_floor_ms},
+             {"/curve/floor_ms", 1, 1, &C, sweep->floor_ms},
+             {"/curve/same_path", 0, 1, &C, sweep->same_path},
+             {"/curve/above_floor", 0, 1, &C, sweep->above_floor},
+             {"/curve/depth_ms", 1, 2, cells, sweep->depth_ms},
+             {"/curve/depth_floor_ms", 1, 2, cells, sweep->depth_floor_ms},
+             {"/curve/control_ms", 1, 4, control, sweep->control_ms}};
+  for (size_t i = 0; i < sizeof all / sizeof all[0]; i++)
+    K3_TRY(k3_hdf5_read_numbers(path, file, all[i].name, all[i].real, all[i].axes, all[i].size, all[i].value));
+  return K3_OK;
+}
+
+static K3Status read_page(const char *path, hid_t file, K3SweepPage *page)
+{
+  enum { MOST = 1 << 16 };
+  hsize_t phases = 0, tokens[3] = {0};
+  int64_t count[3];
+  K3_TRY(k3_hdf5_read_shape(path, file, "/timings/phase_names", 1, &phases));
+  K3_TRY(k3_hdf5_read_shape(path, file, "/tokens", 3, tokens));
+  if (tokens[0] < 1 || tokens[0] > MOST || tokens[1] != K3_SWEEP_ARMS || tokens[2] > MOST || phases < 1 ||
+      phases > 1024)
+    K3_FAIL(K3_ERR_INPUT, "%s: tokens of %llu contexts x %llu arms x %llu steps, %llu phases: no sweep is like that",
+            path, (unsigned long long)tokens[0], (unsigned long long)tokens[1], (unsigned long long)tokens[2],
+            (unsigned long long)phases);
+  page->texts = calloc(1, (DESCRIPTIONS + 1) * LONG_TEXT + (2 * K3_SWEEP_ARMS + (size_t)phases) * SHORT_TEXT);
+  page->phase_names = calloc((size_t)phases, sizeof *page->phase_names);
+  page->phase_touched = calloc((size_t)phases, sizeof *page->phase_touched);
+  if (!page->texts || !page->phase_names || !page->phase_touched) K3_FAIL(K3_ERR_INPUT, "%s: no memory", path);
+  K3_TRY(read_description(path, file, page, count));
+  if ((hsize_t)count[0] != tokens[2])
+    K3_FAIL(K3_ERR_INPUT, "%s: attribute steps is %lld, and dataset /tokens has %llu", path, (long long)count[0],
+            (unsigned long long)tokens[2]);
+  K3_TRY(
+      k3_sweep_open(&page->sweep, (int64_t)tokens[0], 1, count[0], (int64_t)phases)); /* no times of single repeats */
+  page->sweep.repeats = count[1];
+  page->sweep.done = page->sweep.contexts;
+  K3_TRY(read_names(path, file, page));
+  return read_numbers(path, file, page);
+}
+
+K3Status k3_sweep_file_read(const char *path, K3SweepPage **page)
+{
+  hid_t file;
+  *page = NULL;
+  K3_TRY(k3_hdf5_open_image(path, K3_SWEEP_FORMAT, "sweep", K3_SWEEP_FORMAT_VERSION, &file));
+  K3SweepPage *made = calloc(1, sizeof *made);
+  K3Status status =
+      made ? read_page(path, file, made) : k3_status_fail(K3_ERR_INPUT, __FILE__, __LINE__, "%s: no memory", path);
+  H5Fclose(file);
+  if (status == K3_OK) *page = made;
+  else k3_sweep_page_close(made);
   return status;
+}
+
+void k3_sweep_page_close(K3SweepPage *page)
+{
+  if (!page) return;
+  k3_sweep_close(&page->sweep);
+  free(page->texts);
+  free(page->phase_names);
+  free(page->phase_touched);
+  free(page);
 }

@@ -62,7 +62,8 @@ typedef struct {
 
 /* What a sweep is told of itself. */
 typedef struct {
-  const char *version, *model, *backend, *devices, *command, *start_time, *kind;
+  const char *version, *versions, *model, *backend, *devices, *command, *start_time,
+      *kind; /* versions: of libraries too */
   uint64_t model_digest;
   const K3Config *config;
   int ranks;
@@ -79,6 +80,20 @@ void k3_sweep_close(K3Sweep *sweep);
 /* Whether `path` could be written, asked before anything is measured.
  * Errors: K3_ERR_INPUT (exists and not `overwrite`, or is no sweep file; no such directory; not writable). */
 K3Status k3_sweep_file_check(const char *path, int overwrite);
+
+/* What a sweep file says, for its page: a K3Sweep without times of single steps and phases (step_ms, same_ms and phase_ms
+ * stay NaN), and what it is told of itself (config NULL). Texts belong to the page. */
+typedef struct {
+  K3Sweep sweep;
+  K3SweepInfo info;
+  char *texts; /* what the pointers in sweep and info point into */
+  const char **phase_names;
+  int64_t *phase_touched;
+} K3SweepPage;
+
+/* *page is released by k3_sweep_page_close (safe on NULL). Errors: K3_ERR_INPUT naming attribute or dataset. */
+K3Status k3_sweep_file_read(const char *path, K3SweepPage **page);
+void k3_sweep_page_close(K3SweepPage *page);
 
 /* Errors: K3_ERR_INPUT; then nothing is left behind. */
 K3Status k3_sweep_file_write(const char *path, const K3SweepInfo *info, const K3Sweep *sweep);

@@ -1,0 +1,134 @@
+/* See hdf5_image.h. Layer: store. */
+#include "store/hdf5_image.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <limits.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "store/hdf5_attribute.h"
+#include "store/hdf5_output.h"
+
+/* Does the file at `path` bear that format? */
+static int has_format(const char *path, const char *wanted)
+{
+  char format[64] = "";
+  k3_hdf5_silence();
+  hid_t file = H5Fopen(path, H5F_ACC_RDONLY, H5P_DEFAULT);
+  if (file < 0) return 0;
+  if (H5Aexists(file, "format") > 0 && k3_hdf5_read_text(path, file, "/", "format", format, sizeof format) != K3_OK)
+    k3_status_clear();
+  H5Fclose(file);
+  return strcmp(format, wanted) == 0;
+}
+
+K3Status k3_hdf5_check_output(const char *path, int overwrite, const char *format, const char *what)
+{
+  struct stat info;
+  char folder[PATH_MAX];
+  if (path[0] == '\0') K3_FAIL(K3_ERR_INPUT, "output: the path is empty");
+  if (strlen(path) + sizeof ".partial" > sizeof folder)
+    K3_FAIL(K3_ERR_INPUT, "output: a path of %zu bytes is too long", strlen(path));
+  if (stat(path, &info) == 0) {
+    if (S_ISDIR(info.st_mode)) K3_FAIL(K3_ERR_INPUT, "output %s is a directory; give the path of a file in it", path);
+    if (!S_ISREG(info.st_mode)) K3_FAIL(K3_ERR_INPUT, "output %s is not a regular file; give another path", path);
+    if (!overwrite) K3_FAIL(K3_ERR_INPUT, "output %s exists; give another path, or --overwrite", path);
+    if (info.st_size > 0 && !has_format(path, format))
+      K3_FAIL(K3_ERR_INPUT, "output %s is not a %s file, and %s replaces nothing else; give another path or remove it",
+              path, what, what);
+  }
+  strcpy(folder, path);
+  char *slash = strrchr(folder, '/');
+  if (!slash) strcpy(folder, ".");
+  else slash[slash == folder] = '\0';
+  if (stat(folder, &info) != 0 || !S_ISDIR(info.st_mode))
+    K3_FAIL(K3_ERR_INPUT, "output %s: no such directory; make it first", path);
+  if (access(folder, W_OK | X_OK) != 0) K3_FAIL(K3_ERR_INPUT, "output %s cannot be written: %s", path, strerror(errno));
+  return K3_OK;
+}
+
+/* `bytes` as PATH.partial, then under its name. */
+static K3Status write_image(const char *path, const void *image, size_t bytes)
+{
+  char partial[PATH_MAX];
+  snprintf(partial, sizeof partial, "%s.partial", path);
+  int descriptor = open(partial, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666), error = 0;
+  if (descriptor < 0) K3_FAIL(K3_ERR_INPUT, "output %s cannot be written: %s", partial, K3_ERRNO_REASON(errno));
+  for (size_t at = 0; at < bytes && !error;) {
+    ssize_t count = write(descriptor, (const char *)image + at, bytes - at);
+    if (count < 0 && errno != EINTR) error = errno;
+    if (count > 0) at += (size_t)count;
+  }
+  if (!error && fsync(descriptor) != 0 && errno != EINVAL && errno != EROFS) error = errno;
+  if (close(descriptor) != 0 && !error) error = errno;
+  if (!error && rename(partial, path) != 0) error = errno;
+  if (!error) return K3_OK;
+  unlink(partial);
+  K3_FAIL(K3_ERR_INPUT, "output %s cannot be written: %s", path, K3_ERRNO_REASON(error));
+}
+
+K3Status k3_hdf5_write_image(const char *path, K3Hdf5Fill fill, const void *context)
+{
+  K3Status status = K3_OK;
+  void *image = NULL;
+  k3_hdf5_silence();
+  hid_t access = H5Pcreate(H5P_FILE_ACCESS), file = H5I_INVALID_HID;
+  if (access >= 0 && H5Pset_fapl_core(access, 1 << 20, 0) >= 0)
+    file = H5Fcreate(path, H5F_ACC_TRUNC, H5P_DEFAULT, access); /* in memory: the path is a name alone */
+  if (file < 0) {
+    status = K3_HDF5_FAIL("output %s: no HDF5 file in memory", path);
+    goto done;
+  }
+  K3_TRY_DONE(fill(path, file, context));
+  ssize_t bytes = H5Fflush(file, H5F_SCOPE_GLOBAL) < 0 ? -1 : H5Fget_file_image(file, NULL, 0);
+  if (bytes < 0 || !(image = malloc((size_t)bytes)) || H5Fget_file_image(file, image, (size_t)bytes) < 0) {
+    status = K3_HDF5_FAIL("output %s: no image of the HDF5 file", path);
+    goto done;
+  }
+  status = write_image(path, image, (size_t)bytes);
+done:
+  free(image);
+  if (file >= 0) H5Fclose(file);
+  if (access >= 0) H5Pclose(access);
+  return status;
+}
+
+static hid_t open_unlocked(const char *path)
+{
+  hid_t access = H5Pcreate(H5P_FILE_ACCESS);
+  if (access < 0) return access;
+#if H5_VERSION_GE(1, 12, 1) || (H5_VERSION_GE(1, 10, 7) && !H5_VERSION_GE(1, 12, 0))
+  if (H5Pset_file_locking(access, 0, 1) < 0) H5Eclear2(H5E_DEFAULT);
+#endif
+  hid_t file = H5Fopen(path, H5F_ACC_RDONLY, access);
+  K3Hdf5Reason reason; /* closing would clear the error stack */
+  if (file < 0)
+    k3_status_fail(K3_ERR_INPUT, __FILE__, __LINE__, "%s cannot be read: %s", path, k3_hdf5_reason(&reason));
+  H5Pclose(access);
+  return file;
+}
+
+K3Status k3_hdf5_open_image(const char *path, const char *format, const char *what, int64_t version, hid_t *file)
+{
+  char found[64] = "";
+  int64_t number = 0;
+  K3Status status = K3_OK;
+  k3_hdf5_silence();
+  *file = open_unlocked(path);
+  if (*file < 0) return K3_ERR_INPUT;
+  K3_TRY_DONE(k3_hdf5_read_text(path, *file, "/", "format", found, sizeof found));
+  if (strcmp(found, format) != 0)
+    K3_FAIL_DONE(K3_ERR_INPUT, "%s is no %s file: its root attribute format is %s, wanted %s", path, what, found,
+                 format);
+  K3_TRY_DONE(k3_hdf5_read_number(path, *file, "/", "format_version", H5T_INTEGER, H5T_NATIVE_INT64, &number));
+  if (number != version)
+    K3_FAIL_DONE(K3_ERR_INPUT, "%s: format_version %lld of a %s file; this program reads %lld: make the file again",
+                 path, (long long)number, what, (long long)version);
+done:
+  if (status != K3_OK) H5Fclose(*file);
+  return status;
+}

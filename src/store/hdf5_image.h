@@ -1,0 +1,26 @@
+/* Small HDF5 files that are built in memory and written in one go: sweep and tuning files. Layer: store.
+ * They are written as PATH.partial, which is renamed: under the final name such a file is always whole. */
+#ifndef K3_STORE_HDF5_IMAGE_H
+#define K3_STORE_HDF5_IMAGE_H
+
+#include <hdf5.h>
+#include <stdint.h>
+
+#include "base/status.h"
+
+/* Whether `path` could be written, asked before anything is measured. `format`: root attribute of the files that may be
+ * replaced; `what`: "sweep".
+ * Errors: K3_ERR_INPUT (exists and not `overwrite`, or has another format; no such directory; not writable). */
+K3Status k3_hdf5_check_output(const char *path, int overwrite, const char *format, const char *what);
+
+/* Fills the open file. */
+typedef K3Status (*K3Hdf5Fill)(const char *path, hid_t file, const void *context);
+
+/* Errors: K3_ERR_INPUT; then nothing is left behind. */
+K3Status k3_hdf5_write_image(const char *path, K3Hdf5Fill fill, const void *context);
+
+/* Opens such a file for reading; the caller closes it. Reading needs no lock.
+ * Errors: K3_ERR_INPUT (no such file, no HDF5, another format, or a format_version other than `version`). */
+K3Status k3_hdf5_open_image(const char *path, const char *format, const char *what, int64_t version, hid_t *file);
+
+#endif
