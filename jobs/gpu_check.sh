@@ -8,65 +8,10 @@
 # OUT a folder for logs (default: output/gpu_check); K3_SLICE the model of the slice section.
 set -u
 
-root=$(cd "$(dirname "$0")/.." && pwd)
-cd "$root"
-out=${OUT:-$root/output/gpu_check}
-work=$(mktemp -d)
-trap 'rm -rf "$work"' EXIT
-mkdir -p "$out"
-sections=${*:-kernels tiny shapes k3 ranks snapshot guard sanitize slice}
-mpirun=${K3MPIRUN:-mpirun --oversubscribe --bind-to none}
+check=gpu_check all='kernels tiny shapes k3 ranks snapshot guard sanitize slice'
+sections=${*:-$all}
+. "$(dirname "$0")/check_lib.sh"
 slice_model=${K3_SLICE:-synth:k3:experts=iq1_s}
-if [ "$(id -u)" -eq 0 ]; then
-  export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
-fi
-if [ -z "${K3DECODE:-}" ]; then
-  K3_BUILD_DIR=$root/build-gpu jobs/build.sh --with-cuda >"$out/build.log" 2>&1 || {
-    tail -n 30 "$out/build.log"
-    echo "gpu_check: the build failed"
-    exit 1
-  }
-  K3DECODE=$root/build-gpu/k3decode
-fi
-
-table=$out/table.txt
-: >"$table"
-failed=0
-row() { # name verdict figure
-  printf '%-44s %-5s %s\n' "$1" "$2" "$3" >>"$table"
-  [ "$2" = FAIL ] && failed=$((failed + 1))
-  return 0
-}
-wanted() { case " $sections " in *" $1 "*) return 0 ;; esac; return 1; }
-note() { echo "[$SECONDS s] $*"; }
-
-# decode NAME MODEL OPTION…: a run file $work/NAME.h5, log $out/NAME.log
-decode() {
-  local name=$1
-  shift
-  timeout "${LIMIT:-60}" $K3DECODE run "$@" --output "$work/$name.h5" --overwrite >"$out/$name.log" 2>&1 </dev/null
-}
-decode_ranks() {
-  local name=$1 ranks=$2
-  shift 2
-  timeout "${LIMIT:-60}" $mpirun -n "$ranks" $K3DECODE run "$@" --output "$work/$name.h5" --overwrite >"$out/$name.log" 2>&1 </dev/null
-}
-# same ROW A B THRESHOLD…: compares run files; the figure is the mean KL divergence
-same() {
-  local name=$1 a=$2 b=$3
-  shift 3
-  if [ ! -f "$work/$b.h5" ] || [ ! -f "$work/$a.h5" ]; then
-    local log=$b
-    [ -f "$work/$a.h5" ] || log=$a
-    row "$name" FAIL "no run: $(grep -h k3decode: "$out/$log.log" | head -n 1 | cut -c1-220)"
-    return
-  fi
-  if $K3DECODE compare "$work/$a.h5" "$work/$b.h5" "$@" >"$out/$a-$b.txt" 2>&1; then verdict=ok; else verdict=FAIL; fi
-  row "$name" $verdict "$(awk '/^mean KL/ {kl=$4} /^top-1/ {top=$3} /^largest logit/ {e=$4} /^compared/ {n=$2 "/" $4} END {print "mean KL " kl ", top-1 " top ", logit error " e ", steps " n}' "$out/$a-$b.txt")"
-}
-exact='--max-mean-kl 1e-9'
-codes='--max-mean-kl 1e-5'
-equal='--max-mean-kl 0 --max-logit-error 0'
 
 # the four CUDA ways of a model against the host's run NAME-host
 four_ways() {
@@ -81,8 +26,6 @@ four_ways() {
   same "$name f32 eager = graph" "$name-f32" "$name-f32e" $equal
   same "$name int16 eager = graph" "$name-int16" "$name-int16e" $equal
 }
-
-nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader 2>/dev/null | sed 's/^/# /'
 
 if wanted kernels && [ -x tests/kernel_check.sh ]; then
   note kernels
@@ -191,7 +134,7 @@ if wanted ranks; then
     done
   fi
   # plain NCCL where there are GPUs enough
-  if [ "$(nvidia-smi -L 2>/dev/null | wc -l)" -ge 2 ]; then
+  if [ "$gpus" -ge 2 ]; then
     for graph in on off; do
       decode_ranks "ranks-nccl-$graph" 2 $model $prompt --context 200 --backend cuda --activations f32 --graph $graph
       same "2 ranks, NCCL, graph $graph" ranks-host "ranks-nccl-$graph" $exact
@@ -199,15 +142,6 @@ if wanted ranks; then
   fi
 fi
 
-# fails ROW STATUS PHRASE command…
-fails() {
-  local name=$1 status=$2 phrase=$3 got
-  shift 3
-  timeout 60 "$@" >"$out/guard.log" 2>&1 </dev/null
-  got=$?
-  if [ $got -eq "$status" ] && grep -q "$phrase" "$out/guard.log"; then row "$name" ok "exit $got, \"$phrase\""
-  else row "$name" FAIL "exit $got: $(grep -h k3decode: "$out/guard.log" | head -n 1 | cut -c1-200)"; fi
-}
 if wanted snapshot; then
   note snapshot
   # K3's widths of a head and a cached row
@@ -244,7 +178,7 @@ if wanted guard; then
     done
   done
   fails 'no visible GPU' 4 'no GPU is visible' env CUDA_VISIBLE_DEVICES= $K3DECODE run synth:tiny $prompt --backend cuda
-  if [ "$(nvidia-smi -L 2>/dev/null | wc -l)" -eq 1 ]; then
+  if [ "$gpus" -eq 1 ]; then
     fails 'two ranks, one GPU' 4 'ranks 0 and 1 of host' $mpirun -n 2 $K3DECODE run synth:tiny $prompt --backend cuda
   fi
   fails 'one GPU chosen by the launcher' 0 'done' env CUDA_VISIBLE_DEVICES=0 $K3DECODE run synth:tiny $prompt --backend cuda
@@ -270,12 +204,8 @@ fi
 if wanted sanitize; then
   note sanitize
   for tool in memcheck racecheck; do
-    if ! command -v compute-sanitizer >/dev/null; then row "compute-sanitizer $tool" skip 'not installed'; continue; fi
-    K3_POOL=separate timeout 90 compute-sanitizer --tool $tool --error-exitcode 99 \
-      $K3DECODE run synth:tiny:trunk=q8_0,experts=mxfp4,num_layers=5 --prompt 1,2 --steps 2 --backend cuda --graph off >"$out/$tool.log" 2>&1
-    got=$?
-    if [ $got -eq 0 ]; then row "compute-sanitizer $tool" ok "$(tail -n 1 "$out/$tool.log")"
-    else row "compute-sanitizer $tool" FAIL "exit $got: $(grep -m1 -E 'Error|hazard|Race' "$out/$tool.log" | cut -c1-150)"; fi
+    sanitize "compute-sanitizer $tool" $tool \
+      $K3DECODE run synth:tiny:trunk=q8_0,experts=mxfp4,num_layers=5 --prompt 1,2 --steps 2 --backend cuda --graph off
   done
 fi
 
@@ -300,10 +230,4 @@ if wanted slice; then
   sed -n '/^phase  /,/^all/p' "$out/slice-K3_PHASE_TIMES=1.log" 2>/dev/null
 fi
 
-note done
-cat "$table"
-if [ $failed -gt 0 ]; then
-  echo "gpu_check: $failed of $(wc -l <"$table") rows failed"
-  exit 1
-fi
-echo "gpu_check: all $(wc -l <"$table") rows passed"
+finish
