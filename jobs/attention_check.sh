@@ -13,6 +13,7 @@ set -u
 check=attention_check all='deep f1 f2 f10 sanitize tune million'
 sections=${*:-$all}
 . "$(dirname "$0")/check_lib.sh"
+export NCCL_NVLS_ENABLE=0 # no multicast: some hosts forbid it
 cores=$(nproc) deep=${K3_DEEP:-131072}
 
 # K3's attention (96 heads, C 512, R 64) in a narrow model: attention is nearly all of its work, on the host too. MLA_AT says
@@ -147,7 +148,7 @@ if wanted deep; then
   for band in context none; do
     for cache in f32 f16; do
       options="$common --backend cuda --activations f32 --cache $cache --cache-band $band"
-      K3_COMM=staged beside decode_ranks deep-staged-$cache-$band 2 $options
+      CUDA_VISIBLE_DEVICES=0 K3_COMM=staged beside decode_ranks deep-staged-$cache-$band 2 $options
       [ "$gpus" -ge 2 ] && beside decode_ranks deep-two-$cache-$band 2 $options
     done
   done
@@ -189,6 +190,8 @@ fi
 # --- timed from here on, nothing beside it ------------------------------------------------------------------------------------------------
 wait
 slice='synth:k3:experts=iq1_s,max_context=1048640 --slice 0/8'
+# medians FILE ARM: of the first three contexts of a sweep's table
+medians() { awk -v arm="$2" '$2 == arm && n++ < 3 {printf "%s%s", (n > 1 ? ", " : ""), $4}' "$1"; }
 if wanted tune; then
   note tune
   model=synth:k3:experts=iq1_s
@@ -197,16 +200,35 @@ if wanted tune; then
   row 'tune, rank 0 of 8' "$([ $got -eq 0 ] && echo ok || echo FAIL)" "exit $got; $(grep -c -E '^  (core|tensor).*\|' "$out/tune.txt") trials"
   $K3DECODE info "$out/tune.h5" >"$out/tune-info.txt" 2>&1
   row 'info of the tuning file = what tune printed' "$(diff <(tail -n +2 "$out/tune-info.txt") <(sed '$d' "$out/tune.txt") >/dev/null && echo ok || echo FAIL)" ''
+  fails 'tune control: a wrong kernel is not timed' 4 'computes something else' env K3_TEST_TUNE_WRONG=1 $K3DECODE tune $model \
+    --slice 0/8 --contexts 512
   small=synth:k3:num_layers=4,num_experts=16,vocab_size=4096
   options="--context 12289 --prompt 7 --steps 2 --backend cuda"
+  export K3_VERBOSE=1 # says slices and passes
   # the tuning holds for ranks of eight and for all 96 heads, as one rank has
   decode tuned-without $small $options
   decode tuned-with $small $options --tuning "$out/tune.h5"
+  unset K3_VERBOSE
   same 'run --tuning = run' tuned-without tuned-with $codes
+  # width and slices that the table says are chosen for 96 heads and 12,291 rows
+  chosen=$(awk '/^# chosen:/ {on = 1} on && $1 == "tensor" && $2 == 96 && $3 <= 12291 && $4 >= 12291 {print $6 " slices, " 96 / $5 " passes"}' "$out/tune.txt")
+  row 'run --tuning: the plan is the chosen one' "$([ -n "$chosen" ] && grep -q " $chosen" "$out/tuned-with.log" && echo ok || echo FAIL)" \
+    "$chosen; without: $(grep -o -m1 -E '[0-9]+ slices, [0-9]+ passes' "$out/tuned-without.log")"
   fails 'run --tuning, another cache type' 3 'a cache in f16' $K3DECODE run $small $options --cache bf16 --tuning "$out/tune.h5"
   fails 'run --tuning, another model' 3 'num_heads 96' $K3DECODE run synth:tiny --prompt 1 --backend cuda --tuning "$out/tune.h5"
   fails 'run --tuning, other heads a rank' 3 'for 96, 12 heads' $K3DECODE run $small --slice 0/2 --context 64 --cache-band none \
     --backend cuda --tuning "$out/tune.h5"
+fi
+if wanted tune; then
+  for with in '' "--tuning $out/tune.h5"; do
+    name="planner's own"
+    [ -n "$with" ] && name=tuned
+    timeout 60 $K3DECODE sweep $slice --contexts 128,4096,131072 --arms cache-band:context,cache-band:none --steps 16 --repeats 3 $with \
+      >"$out/tuned-sweep-${with:+with}.txt" 2>&1
+    got=$?
+    row "slice 0/8, $name" "$([ $got -eq 0 ] && echo ok || echo FAIL)" \
+      "median ms at 128, 4096, 131072: context $(medians "$out/tuned-sweep-${with:+with}.txt" A), none $(medians "$out/tuned-sweep-${with:+with}.txt" B)"
+  done
 fi
 if wanted million; then
   note million
@@ -214,9 +236,8 @@ if wanted million; then
   timeout 200 $K3DECODE sweep $slice --contexts 128,131072,1048576 --arms cache-band:context,cache-band:none --steps 4 --repeats 2 \
     --output "$out/million.h5" --overwrite >"$out/million.txt" 2>&1
   got=$?
-  medians() { awk -v arm="$1" '$2 == arm && n++ < 3 {printf "%s%s", n > 1 ? ", " : "", $4}' "$out/million.txt"; }
   row 'sweep to 1,048,576, rank 0 of 8, both bands' "$([ $got -eq 0 ] && echo ok || echo FAIL)" \
-    "exit $got; median ms at 128, 131072, 1048576: context $(medians A), none $(medians B)"
+    "exit $got; median ms at 128, 131072, 1048576: context $(medians "$out/million.txt" A), none $(medians "$out/million.txt" B)"
 fi
 
 finish

@@ -34,6 +34,7 @@ struct K3Tuner {
   K3CudaCacheType type;
   int64_t latent, rope;
   double scale;
+  int wrong; /* test hook K3_TEST_TUNE_WRONG: all trials but the first compute something else */
   Memory cache, query, query16, acc, ml, sum_acc, sum_ml;
   int64_t *rows;
   int64_t filled_heads, filled_rows; /* what query and cache hold; and `first` the outputs' reference for them */
@@ -126,7 +127,7 @@ static K3Status launch_slices(K3Tuner *t, const K3AttentionTrial *trial, int64_t
   memset(&a, 0, sizeof a);
   a.heads = trial->heads, a.latent = t->latent, a.rope = t->rope;
   a.heads_per_pass = trial->heads_per_pass, a.slices = trial->slices;
-  a.scale = t->scale;
+  a.scale = t->wrong && !t->first->empty() ? 2.0 * t->scale : t->scale;
   a.query = tensor ? t->query16.at : t->query.at;
   a.cache = (char *)t->cache.at + copy * cache_bytes(t, trial);
   a.cache_type = t->type, a.capacity = trial->rows, a.rows = t->rows;
@@ -322,6 +323,7 @@ extern "C" K3Status k3_tuner_open(const K3Config *config, K3Comm *comm, K3CacheT
                                                                : K3_CACHE_F16;
   t->latent = config->kv_lora_rank;
   t->rope = config->qk_rope_head_dim;
+  t->wrong = getenv("K3_TEST_TUNE_WRONG") != NULL;
   t->scale = 1.0 / sqrt((double)k3_config_qk_head_dim(config));
   K3Status status = open_device(t, line, line_size);
   if (status != K3_OK) {
