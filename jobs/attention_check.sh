@@ -190,8 +190,8 @@ fi
 # --- timed from here on, nothing beside it ------------------------------------------------------------------------------------------------
 wait
 slice='synth:k3:experts=iq1_s,max_context=1048640 --slice 0/8'
-# medians FILE ARM: of the first three contexts of a sweep's table
-medians() { awk -v arm="$2" '$2 == arm && n++ < 3 {printf "%s%s", (n > 1 ? ", " : ""), $4}' "$1"; }
+# medians FILE ARM: of the first three contexts of a sweep's table, with p10 and p90
+medians() { awk -v arm="$2" '$1 + 0 > 0 && $2 == arm && n++ < 3 {printf "%s%s", (n > 1 ? ", " : ""), $4 " (" $7 "-" $8 ")"}' "$1"; }
 if wanted tune; then
   note tune
   model=synth:k3:experts=iq1_s

@@ -28,6 +28,7 @@ if [ -z "${K3DECODE:-}" ]; then
   K3DECODE=$root/build-gpu/k3decode
 fi
 
+echo "# jobs/$check.sh $sections; $(date -u +%F); $($K3DECODE --version | head -n 1)"
 table=$out/table.txt
 : >"$table"
 row() { # name verdict figure; also from runs side by side
