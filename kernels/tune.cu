@@ -17,8 +17,8 @@ extern "C" {
 
 namespace {
 
-enum { REPLAYS = 15, WARM = 2, LEAST_NODES = 2, MOST_NODES = 1024 };
-constexpr double SHORT_MS = 2.0, LONG_MS = 8.0; /* of a graph: long enough for the clock; longer only to pass the L2 */
+enum { REPLAYS = 11, WARM = 1, LEAST_NODES = 2, MOST_NODES = 1024 };
+constexpr double SHORT_MS = 2.0, LONG_MS = 6.0; /* of a graph: long enough for the clock; longer only to pass the L2 */
 constexpr int64_t ROTATE_BYTES = 300 << 20;     /* copies of the cache together, several times the L2 */
 constexpr int64_t PASS_BYTES = 75 << 20;        /* read between two uses of a copy: more than the L2 */
 

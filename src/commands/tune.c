@@ -22,13 +22,13 @@ static const char usage[] =
     "\n"
     "  --ranks N              sizes of the ranks of a world of N (default 1) …\n"
     "  --slice r/W            … or of rank r of W alone\n"
-    "  --contexts 128,512,…   cached positions (default 128,512,4096,8192,32768,131072, as far as the model goes)\n"
+    "  --contexts 128,256,…   cached positions (default: powers of two from 64 to 131072, as far as the model goes)\n"
     "  --cache f32|bf16|f16   storage of the MLA cache (default f16)\n"
     "  --output TUNE.h5       for run --tuning and sweep --tuning\n"
     "  --overwrite            replace TUNE.h5\n"
     "  --help\n";
 
-enum { MAX_CONTEXTS = 64, MAX_SIZES = 2 * K3_MAX_WORLD * MAX_CONTEXTS };
+enum { FIRST_CONTEXT = 64, LAST_CONTEXT = 131072, MAX_CONTEXTS = 64, MAX_SIZES = 2 * K3_MAX_WORLD * MAX_CONTEXTS };
 
 /* A size to tune for. */
 typedef struct {
@@ -73,8 +73,10 @@ static K3Status parse(int argc, char **argv, Tune *tune, int *help)
                                          : "more than one model given; see k3decode tune --help");
   if (tune->ranks && tune->session.slice_world) K3_FAIL(K3_ERR_USAGE, "--ranks and --slice exclude each other");
   tune->model = argv[optind];
-  return k3_parse_contexts(tune->contexts ? tune->contexts : "128,512,4096,8192,32768,131072", MAX_CONTEXTS,
-                           tune->context, &tune->count);
+  if (tune->contexts) return k3_parse_contexts(tune->contexts, MAX_CONTEXTS, tune->context, &tune->count);
+  /* plans are made for these (k3_attention_capacity) */
+  for (int64_t context = FIRST_CONTEXT; context <= LAST_CONTEXT; context *= 2) tune->context[tune->count++] = context;
+  return K3_OK;
 }
 
 /* --- sizes --------------------------------------------------------------------------------------------- */

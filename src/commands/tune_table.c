@@ -19,7 +19,7 @@ void k3_tune_print_head(const K3TuningFile *file)
          "medians and\n"
          "# percentiles of a launch over replays of a chain of launches, each over another copy of the cache; more "
          "than the L2\n"
-         "# lies between two uses of a copy, unless such a chain takes over 8 ms\n");
+         "# lies between two uses of a copy, unless such a chain takes over 6 ms\n");
   printf("# GB/s: the rows of the cache, each once, over the slice kernel's time; shared memory is a block's\n#\n");
   printf("# %-6s %5s %8s %5s %5s %6s %7s %7s | %9s %9s %9s | %9s %9s %9s | %7s %5s %7s %6s  %s\n", "kernel", "heads",
          "rows", "width", "tile", "passes", "slices", "blocks", "slice", "p10", "p90", "w. merge", "p10", "p90", "rate",

@@ -92,8 +92,8 @@ static int64_t between(int64_t low, int64_t high) { return (int64_t)sqrt((double
 
 static void set_band(const K3AttentionTuning *tuning, K3AttentionTrial *t)
 {
-  t->rows_from = t->rows / 2 + 1;
-  t->rows_to = 2 * t->rows;
+  t->rows_from = between(t->rows / 2, t->rows) + 1;
+  t->rows_to = between(t->rows, 2 * t->rows);
   for (int64_t i = 0; i < tuning->count; i++) {
     const K3AttentionTrial *other = &tuning->trial[i];
     if (other->kernel != t->kernel || other->heads != t->heads || other->rows == t->rows) continue;

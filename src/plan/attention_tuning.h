@@ -51,8 +51,8 @@ int k3_attention_trial_slices(const K3AttentionShape *shape, int64_t heads_per_p
 int k3_attention_trial_widths(const K3AttentionShape *shape, int64_t widths[K3_ATTENTION_MAX_WIDTHS]);
 
 /* Fills step, chosen and the bands of all trials. The fastest is chosen (ms), but the planner's own when it is as fast
- * within the fastest one's spread (p90). Bands part the rows of neighbours at their geometric mean, and reach half and
- * twice the measured rows at most. */
+ * within the fastest one's spread (p90). Bands part the rows of neighbours at their geometric mean, and reach no farther
+ * than a factor of √2: what is best for 128 rows is not for 256. */
 void k3_attention_tuning_conclude(K3AttentionTuning *tuning);
 
 /* The chosen trial that serves; NULL: none, or no tuning. */
