@@ -76,7 +76,7 @@ def test_the_host_backend_takes_no_tuning(tuning, tmp_path):
     for name in ("none.h5", "notes.txt"):
         if name == "notes.txt":
             (tmp_path / name).write_text("mine")
-        refused("run", "synth:tiny", "--prompt", 1, "--backend", "host", "--tuning", tmp_path / name, phrases=[name, "cannot be read"])
+        refused("run", "synth:tiny", "--prompt", 1, "--backend", "host", "--tuning", tmp_path / name, phrases=[name, "cannot open"])
     k3("synth", "tiny:num_layers=1", "--output", tmp_path / "model.h5")
     refused("run", "synth:tiny", "--prompt", 1, "--tuning", tmp_path / "model.h5", phrases=["is no tuning file"])
     assert sorted(os.listdir(tmp_path)) == ["model.h5", "notes.txt", "tune.h5"]

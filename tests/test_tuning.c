@@ -305,10 +305,10 @@ static void test_damaged_files_are_refused(void **state)
     read_fails("no trial is like that");
   }
   assert_int_equal(truncate(path, 512), 0);
-  read_fails("cannot be read");
+  read_fails("cannot open");
   FILE *text = fopen(path, "w");
   fputs("mine", text), fclose(text);
-  read_fails("cannot be read");
+  read_fails("cannot open");
 }
 
 static void test_only_a_tuning_file_is_replaced(void **state)

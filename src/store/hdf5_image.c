@@ -11,6 +11,7 @@
 #include <unistd.h>
 
 #include "store/hdf5_attribute.h"
+#include "store/hdf5_input.h"
 #include "store/hdf5_output.h"
 
 /* Does the file at `path` bear that format? */
@@ -97,29 +98,13 @@ done:
   return status;
 }
 
-static hid_t open_unlocked(const char *path)
-{
-  hid_t access = H5Pcreate(H5P_FILE_ACCESS);
-  if (access < 0) return access;
-#if H5_VERSION_GE(1, 12, 1) || (H5_VERSION_GE(1, 10, 7) && !H5_VERSION_GE(1, 12, 0))
-  if (H5Pset_file_locking(access, 0, 1) < 0) H5Eclear2(H5E_DEFAULT);
-#endif
-  hid_t file = H5Fopen(path, H5F_ACC_RDONLY, access);
-  K3Hdf5Reason reason; /* closing would clear the error stack */
-  if (file < 0)
-    k3_status_fail(K3_ERR_INPUT, __FILE__, __LINE__, "%s cannot be read: %s", path, k3_hdf5_reason(&reason));
-  H5Pclose(access);
-  return file;
-}
-
 K3Status k3_hdf5_open_image(const char *path, const char *format, const char *what, int64_t version, hid_t *file)
 {
   char found[64] = "";
   int64_t number = 0;
   K3Status status = K3_OK;
   k3_hdf5_silence();
-  *file = open_unlocked(path);
-  if (*file < 0) return K3_ERR_INPUT;
+  K3_TRY(k3_hdf5_open_input(path, file));
   K3_TRY_DONE(k3_hdf5_read_text(path, *file, "/", "format", found, sizeof found));
   if (strcmp(found, format) != 0)
     K3_FAIL_DONE(K3_ERR_INPUT, "%s is no %s file: its root attribute format is %s, wanted %s", path, what, found,

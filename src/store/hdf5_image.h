@@ -19,7 +19,7 @@ typedef K3Status (*K3Hdf5Fill)(const char *path, hid_t file, const void *context
 /* Errors: K3_ERR_INPUT; then nothing is left behind. */
 K3Status k3_hdf5_write_image(const char *path, K3Hdf5Fill fill, const void *context);
 
-/* Opens such a file for reading; the caller closes it. Reading needs no lock.
+/* Opens such a file for reading; the caller closes it.
  * Errors: K3_ERR_INPUT (no such file, no HDF5, another format, or a format_version other than `version`). */
 K3Status k3_hdf5_open_image(const char *path, const char *format, const char *what, int64_t version, hid_t *file);
 
