@@ -257,6 +257,10 @@ static K3Status create_output(Run *run)
   if (run->tuning)
     snprintf(plan + used, sizeof plan - used, "attention              as measured in %.200s (%s, %s)\n",
              options->session.tuning, run->tuning->tuning.device, run->tuning->start_time);
+  int64_t positions = run->backend_options.capacity - 1, bytes[K3_MAX_WORLD][K3_STEP_PARTS];
+  for (int r = 0; r < run->comm->world; r++)
+    k3_plan_step_bytes(&run->plan, options->session.slice_world ? options->session.slice_rank : r, &run->source->config,
+                       &run->source->table, run->source->types, positions, k3_cache_type_bytes(run->backend->cache_type), bytes[r]);
   K3RunInfo info = {.version = PACKAGE_VERSION,
                     .model = options->model,
                     .model_digest = run->source->digest,
@@ -278,6 +282,8 @@ static K3Status create_output(Run *run)
                     .top = run->decode.top,
                     .phase_names = k3_phase_names,
                     .phases = K3_PHASE_COUNT,
+                    .step_bytes = bytes[0],
+                    .step_bytes_at = positions,
                     .overwrite = options->overwrite};
   K3_TRY(k3_run_file_create(run->output, &info, &run->file));
   run->output_made = 1;

@@ -40,6 +40,9 @@ extern const char *const k3_attention_arm_names[K3_ATTENTION_COUNT];
 /* "f32" …; by K3CacheType, "" for DEFAULT. */
 extern const char *const k3_cache_type_names[K3_CACHE_TYPE_F16 + 1];
 
+/* Bytes of one number; not of DEFAULT. */
+static inline int64_t k3_cache_type_bytes(K3CacheType type) { return type == K3_CACHE_TYPE_F32 ? 4 : 2; }
+
 typedef struct {
   int64_t capacity;     /* positions that the cache must hold */
   int64_t start;        /* positions already cached, filled with synthetic values (--context N); 0: empty */

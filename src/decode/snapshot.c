@@ -21,11 +21,9 @@ static int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
 
 /* --- sizes -------------------------------------------------------------------------------------------- */
 
-static int64_t element_bytes(K3CacheType type) { return type == K3_CACHE_TYPE_F32 ? 4 : 2; }
-
 static int64_t row_bytes(const K3StateOwner *owner)
 {
-  return k3_config_cache_width(owner->config) * element_bytes(owner->backend->cache_type);
+  return k3_config_cache_width(owner->config) * k3_cache_type_bytes(owner->backend->cache_type);
 }
 
 /* Positions of a window: whole rounds of pages. */
@@ -260,7 +258,7 @@ static K3Status read_cache(const K3StateOwner *owner, K3Snapshot *snapshot, char
   const K3SnapshotInfo *info = k3_snapshot_info(snapshot);
   int64_t window = window_positions(owner), position = k3_snapshot_position(info),
           width = k3_config_cache_width(owner->config);
-  int64_t stored = k3_snapshot_cache_bytes(info->cache_type), kept = element_bytes(owner->backend->cache_type);
+  int64_t stored = k3_snapshot_cache_bytes(info->cache_type), kept = k3_cache_type_bytes(owner->backend->cache_type);
   for (int64_t from = 0; from < position; from += window) {
     int64_t to = min64(from + window, position);
     K3StateBand band = {

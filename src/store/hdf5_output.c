@@ -62,20 +62,26 @@ K3Status k3_hdf5_put_dataset(const char *path, hid_t file, const char *name, hid
   return status;
 }
 
-K3Status k3_hdf5_put_numbers(const char *path, hid_t file, const char *name, int real, int axes, const hsize_t *size,
-                             const void *value, const char *units, const char *axis_names, const char *meaning)
+K3Status k3_hdf5_put_meaning(const char *path, hid_t file, const char *name, const char *units, const char *axes,
+                             const char *meaning)
 {
   K3Status status = K3_OK;
-  K3_TRY(k3_hdf5_put_dataset(path, file, name, real ? H5T_IEEE_F64LE : H5T_STD_I64LE,
-                             real ? H5T_NATIVE_DOUBLE : H5T_NATIVE_INT64, axes, size, value));
   hid_t made = H5Dopen2(file, name, H5P_DEFAULT);
   if (made < 0) return K3_HDF5_FAIL("output %s: dataset %s cannot be opened", path, name);
   if (units) K3_TRY_DONE(k3_hdf5_put_text(path, made, "units", units));
-  K3_TRY_DONE(k3_hdf5_put_text(path, made, "axes", axis_names));
-  K3_TRY_DONE(k3_hdf5_put_text(path, made, "meaning", meaning));
+  if (axes) K3_TRY_DONE(k3_hdf5_put_text(path, made, "axes", axes));
+  if (meaning) K3_TRY_DONE(k3_hdf5_put_text(path, made, "meaning", meaning));
 done:
   H5Dclose(made);
   return status;
+}
+
+K3Status k3_hdf5_put_numbers(const char *path, hid_t file, const char *name, int real, int axes, const hsize_t *size,
+                             const void *value, const char *units, const char *axis_names, const char *meaning)
+{
+  K3_TRY(k3_hdf5_put_dataset(path, file, name, real ? H5T_IEEE_F64LE : H5T_STD_I64LE,
+                             real ? H5T_NATIVE_DOUBLE : H5T_NATIVE_INT64, axes, size, value));
+  return k3_hdf5_put_meaning(path, file, name, units ? units : "1", axis_names, meaning);
 }
 
 K3Status k3_hdf5_put_text_dataset(const char *path, hid_t file, const char *name, const char *text, size_t bytes)
@@ -135,6 +141,7 @@ K3Status k3_hdf5_put_config(const char *path, hid_t file, const K3Config *config
   hsize_t layers = (hsize_t)config->num_layers;
   K3_TRY_DONE(k3_hdf5_put_dataset(path, file, "/config/layer_types", H5T_STD_U8LE, H5T_NATIVE_UINT8, 1, &layers,
                                   config->layer_types));
+  K3_TRY_DONE(k3_hdf5_put_meaning(path, file, "/config/layer_types", "1", "layer", "0: KDA, 1: MLA"));
 done:
   H5Gclose(group);
   return status;

@@ -29,7 +29,12 @@ K3Status k3_hdf5_put_text(const char *path, hid_t where, const char *name, const
 K3Status k3_hdf5_put_dataset(const char *path, hid_t file, const char *name, hid_t stored, hid_t memory, int axes,
                              const hsize_t *size, const void *value);
 
-/* Doubles (`real`) or int64_t with what they are as attributes: units (NULL: none), names of the axes, meaning. */
+/* Says what a numeric dataset holds, in its attributes units ("ms", "byte"; "1": a pure number), axes and meaning.
+ * NULL: no such attribute. */
+K3Status k3_hdf5_put_meaning(const char *path, hid_t file, const char *name, const char *units, const char *axes,
+                             const char *meaning);
+
+/* Doubles (`real`) or int64_t with what they are as attributes: units (NULL: "1"), names of the axes, meaning. */
 K3Status k3_hdf5_put_numbers(const char *path, hid_t file, const char *name, int real, int axes, const hsize_t *size,
                              const void *value, const char *units, const char *axis_names, const char *meaning);
 

@@ -98,6 +98,7 @@ static K3Status write_config(K3ModelWriter *writer, const K3Config *config)
     dataset = H5Dcreate2(group, "layer_types", H5T_STD_U8LE, space, H5P_DEFAULT, H5P_DEFAULT, H5P_DEFAULT);
   if (dataset < 0 || H5Dwrite(dataset, H5T_NATIVE_UINT8, H5S_ALL, H5S_ALL, H5P_DEFAULT, config->layer_types) < 0)
     K3_FAIL_DONE(K3_ERR_INPUT, "%s: cannot write /config/layer_types: %s", writer->partial, K3_HDF5_REASON);
+  K3_TRY_DONE(write_text(writer, dataset, "units", "1"));
 done:
   if (dataset >= 0) H5Dclose(dataset);
   if (space >= 0) H5Sclose(space);
@@ -271,6 +272,7 @@ K3Status k3_model_writer_tensor(K3ModelWriter *writer, const K3TensorSpec *spec,
   writer->dataset = H5Dcreate2(writer->file, spec->path, stored_type(type), space, links, creation, H5P_DEFAULT);
   if (writer->dataset < 0)
     K3_FAIL_DONE(K3_ERR_INPUT, "%s: dataset %s: cannot create: %s", writer->partial, spec->path, K3_HDF5_REASON);
+  K3_TRY_DONE(write_text(writer, writer->dataset, "units", "1"));
   if (type != K3_TYPE_F32) K3_TRY_DONE(write_text(writer, writer->dataset, "type", k3_format(type)->name));
   if (k3_format_is_quantised(type)) {
     shape_space = H5Screate_simple(1, &rank, NULL);
@@ -390,6 +392,7 @@ K3Status k3_model_writer_codebook(K3ModelWriter *writer, const char *name, const
     dataset = H5Dcreate2(writer->file, path, H5T_STD_U8LE, space, links, H5P_DEFAULT, H5P_DEFAULT);
   if (dataset < 0 || H5Dwrite(dataset, H5T_NATIVE_UINT8, H5S_ALL, H5S_ALL, H5P_DEFAULT, data) < 0)
     K3_FAIL_DONE(K3_ERR_INPUT, "%s: dataset %s: cannot write: %s", writer->partial, path, K3_HDF5_REASON);
+  K3_TRY_DONE(write_text(writer, dataset, "units", "1"));
 done:
   if (dataset >= 0) H5Dclose(dataset);
   if (links >= 0) H5Pclose(links);

@@ -150,6 +150,22 @@ static K3Status put_in_place(const K3RunFile *run, int overwrite)
 
 /* ---------------------------------------------------------------- what does not grow */
 
+/* What a step must move, rank by rank. */
+static K3Status put_step_bytes(const char *path, hid_t file, const K3RunInfo *info)
+{
+  static const char name[] = "/timings/step_bytes";
+  hsize_t size[2] = {(hsize_t)info->ranks, K3_STEP_PARTS};
+  K3_TRY(k3_hdf5_put_texts(path, file, "/timings/step_bytes_names", 1, &size[1], k3_step_part_names));
+  K3_TRY(k3_hdf5_put_dataset(path, file, name, H5T_STD_I64LE, H5T_NATIVE_INT64, 2, size, info->step_bytes));
+  K3_TRY(k3_hdf5_put_meaning(path, file, name, "byte", "rank, part",
+                             "what a step must move through a rank's memory, by the plan (not measured)"));
+  hid_t made = H5Dopen2(file, name, H5P_DEFAULT);
+  if (made < 0) return K3_HDF5_FAIL("output %s: dataset %s cannot be opened", path, name);
+  K3Status status = k3_hdf5_put_integer(path, made, "positions", info->step_bytes_at);
+  H5Dclose(made);
+  return status;
+}
+
 /* Root attributes, groups, prompt, plan: all that does not grow. */
 static K3Status put_description(K3RunFile *run, const K3RunInfo *info)
 {
@@ -182,20 +198,23 @@ static K3Status put_description(K3RunFile *run, const K3RunInfo *info)
   K3_TRY(k3_hdf5_put_config(path, file, info->config));
   hsize_t prompt = (hsize_t)info->prompt_count;
   K3_TRY(k3_hdf5_put_dataset(path, file, "/prompt/token_ids", H5T_STD_I64LE, H5T_NATIVE_INT64, 1, &prompt, info->prompt));
+  K3_TRY(k3_hdf5_put_meaning(path, file, "/prompt/token_ids", "token id", "position", "what was fed"));
   const char *plan = info->plan ? info->plan : "";
   K3_TRY(k3_hdf5_put_text_dataset(path, file, "/plan", plan, strlen(plan) + 1));
   if (info->phases > 0)
     K3_TRY(k3_hdf5_put_texts(path, file, "/timings/phase_names", 1, (hsize_t[]){(hsize_t)info->phases}, info->phase_names));
+  if (info->step_bytes) K3_TRY(put_step_bytes(path, file, info));
   K3_TRY(k3_hdf5_put_text_dataset(path, file, "/ending", "running", K3_RUN_ENDING_BYTES));
   uint64_t none = 0;
-  return k3_hdf5_put_dataset(path, file, "/decode/steps", H5T_STD_U64LE, H5T_NATIVE_UINT64, 0, NULL, &none);
+  K3_TRY(k3_hdf5_put_dataset(path, file, "/decode/steps", H5T_STD_U64LE, H5T_NATIVE_UINT64, 0, NULL, &none));
+  return k3_hdf5_put_meaning(path, file, "/decode/steps", "step", NULL, "whole steps: rows at and beyond it are unfinished");
 }
 
 /* ---------------------------------------------------------------- datasets that grow */
 
 /* Makes a dataset [0, row …] that may grow. A chunk holds many small rows, or one row or part of a large one. */
 static K3Status put_column(K3RunFile *run, int which, const char *name, hid_t stored, hid_t memory, int axes,
-                           const hsize_t *row, const char *units)
+                           const hsize_t *row, const char *units, const char *axis_names, const char *meaning)
 {
   K3Status status = K3_OK;
   Column *column = &run->column[which];
@@ -219,7 +238,7 @@ static K3Status put_column(K3RunFile *run, int which, const char *name, hid_t st
     status = K3_HDF5_FAIL("output %s: dataset %s cannot be made", run->path, name);
     goto done;
   }
-  if (units) status = k3_hdf5_put_text(run->path, column->dataset, "units", units);
+  status = k3_hdf5_put_meaning(run->path, run->file, name, units, axis_names, meaning);
 done:
   if (properties >= 0) H5Pclose(properties);
   if (space >= 0) H5Sclose(space);
@@ -229,21 +248,28 @@ done:
 static K3Status put_columns(K3RunFile *run, const K3RunInfo *info)
 {
   hsize_t row[2] = {0, 0};
-  K3_TRY(put_column(run, TOKEN_IDS, "/decode/token_ids", H5T_STD_I64LE, H5T_NATIVE_INT64, 1, row, NULL));
+  K3_TRY(put_column(run, TOKEN_IDS, "/decode/token_ids", H5T_STD_I64LE, H5T_NATIVE_INT64, 1, row, "token id", "step",
+                    "what was decoded"));
   if (info->logits == K3_LOGITS_ALL) {
     row[0] = (hsize_t)info->config->vocab_size;
-    K3_TRY(put_column(run, LOGITS, "/decode/logits", H5T_IEEE_F32LE, H5T_NATIVE_FLOAT, 2, row, NULL));
+    K3_TRY(put_column(run, LOGITS, "/decode/logits", H5T_IEEE_F32LE, H5T_NATIVE_FLOAT, 2, row, "nat", "step, token id",
+                      "row n chose token n"));
   } else if (info->logits == K3_LOGITS_TOP) {
     row[0] = (hsize_t)info->top;
-    K3_TRY(put_column(run, TOP_IDS, "/decode/top_ids", H5T_STD_I64LE, H5T_NATIVE_INT64, 2, row, NULL));
-    K3_TRY(put_column(run, TOP_LOGITS, "/decode/top_logits", H5T_IEEE_F32LE, H5T_NATIVE_FLOAT, 2, row, NULL));
+    K3_TRY(put_column(run, TOP_IDS, "/decode/top_ids", H5T_STD_I64LE, H5T_NATIVE_INT64, 2, row, "token id", "step, place",
+                      "tokens of the largest logits, descending"));
+    K3_TRY(put_column(run, TOP_LOGITS, "/decode/top_logits", H5T_IEEE_F32LE, H5T_NATIVE_FLOAT, 2, row, "nat",
+                      "step, place", "the largest logits, descending"));
   }
-  K3_TRY(put_column(run, STEP_MS, "/timings/step_ms", H5T_IEEE_F64LE, H5T_NATIVE_DOUBLE, 1, row, "ms"));
+  K3_TRY(put_column(run, STEP_MS, "/timings/step_ms", H5T_IEEE_F64LE, H5T_NATIVE_DOUBLE, 1, row, "ms", "step",
+                    "wall time on the slowest rank; step 0 is the last prompt token's"));
   row[0] = (hsize_t)info->ranks;
-  K3_TRY(put_column(run, RANK_STEP_MS, "/timings/rank_step_ms", H5T_IEEE_F64LE, H5T_NATIVE_DOUBLE, 2, row, "ms"));
+  K3_TRY(put_column(run, RANK_STEP_MS, "/timings/rank_step_ms", H5T_IEEE_F64LE, H5T_NATIVE_DOUBLE, 2, row, "ms",
+                    "step, rank", "wall time on each rank"));
   row[1] = (hsize_t)info->phases;
   if (info->phases > 0)
-    K3_TRY(put_column(run, PHASE_MS, "/timings/phase_ms", H5T_IEEE_F64LE, H5T_NATIVE_DOUBLE, 3, row, "ms"));
+    K3_TRY(put_column(run, PHASE_MS, "/timings/phase_ms", H5T_IEEE_F64LE, H5T_NATIVE_DOUBLE, 3, row, "ms",
+                      "step, rank, phase", "time of a phase on each rank"));
   return K3_OK;
 }
 

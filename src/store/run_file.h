@@ -9,6 +9,7 @@
 
 #include "base/status.h"
 #include "plan/config.h"
+#include "plan/step_bytes.h"
 
 #define K3_RUN_FORMAT "k3decode-run"
 enum { K3_RUN_FORMAT_VERSION = 1, K3_RUN_ENDING_BYTES = 1024 };
@@ -39,6 +40,8 @@ typedef struct {
   int64_t top;              /* K of top:K */
   const char *const *phase_names;
   int phases;
+  const int64_t *step_bytes; /* [ranks, K3_STEP_PARTS] that a step must move (k3_plan_step_bytes); NULL: not known */
+  int64_t step_bytes_at;     /* positions cached, that they are counted for */
   int overwrite;
 } K3RunInfo;
 

@@ -128,7 +128,7 @@ static K3Status put_times(const char *path, hid_t file, const K3SweepInfo *info,
   K3_TRY(k3_hdf5_put_texts(path, file, "/timings/phase_names", 1, &P, info->phase_names));
   K3_TRY(k3_hdf5_put_numbers(path, file, "/timings/phase_touched", 0, 1, &P, info->phase_touched, NULL, "phase",
                              "1: the arms differ in this phase; 0: a control"));
-  return k3_hdf5_put_numbers(path, file, "/tokens", 0, 3, tokens, sweep->token, NULL, "context, arm, step",
+  return k3_hdf5_put_numbers(path, file, "/tokens", 0, 3, tokens, sweep->token, "token id", "context, arm, step",
                              "tokens chosen in an arm's first block; -1: no such arm");
 }
 
