@@ -11,7 +11,7 @@ set -eu
 required='build-essential autoconf automake pkg-config openmpi-bin libopenmpi-dev libhdf5-dev'
 # hdf5-tools looks into run files, libjson-c-dev serves import
 optional='hdf5-tools libjson-c-dev'
-tests='libcmocka-dev python3-numpy python3-h5py python3-pytest python3-matplotlib clang valgrind'
+tests='libcmocka-dev python3-numpy python3-h5py python3-pytest python3-matplotlib python3-jsonschema clang valgrind'
 [ "${K3_SETUP_TESTS:-1}" = 0 ] || optional="$optional $tests"
 
 note() { echo "setup: $*" >&2; }

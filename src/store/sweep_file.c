@@ -114,7 +114,7 @@ static K3Status put_times(const char *path, hid_t file, const K3SweepInfo *info,
           P = (hsize_t)sweep->phases;
   hsize_t steps[] = {C, K3_SWEEP_ARMS, R, K3_SWEEP_BLOCKS, N}, phases[] = {C, K3_SWEEP_WHENS, K3_SWEEP_ARMS, N, P},
           tokens[] = {C, K3_SWEEP_ARMS, N};
-  K3_TRY(k3_hdf5_put_numbers(path, file, "/contexts", 0, 1, &C, sweep->context, "positions", "context",
+  K3_TRY(k3_hdf5_put_numbers(path, file, "/contexts", 0, 1, &C, sweep->context, "position", "context",
                              "positions cached before the first, untimed step of a block"));
   K3_TRY(k3_hdf5_put_group(path, file, "/timings"));
   K3_TRY(k3_hdf5_put_numbers(path, file, "/timings/step_ms", 1, 5, steps, sweep->step_ms, "ms",
