@@ -1,13 +1,12 @@
 /* `k3decode info FILE`: what is in a model or run file, in words and small tables. Layer: commands.
- * Sweep and tuning files: sweep_table.c, tune_table.c. */
+ * Run files: info_run.c, info_follow.c. Sweep and tuning files: sweep_table.c, tune_table.c. */
 #include <getopt.h>
-#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include "base/statistics.h"
 #include "commands/commands.h"
+#include "commands/info_run.h"
 #include "commands/info_snapshot.h"
 #include "commands/numbers.h"
 #include "commands/sweep_table.h"
@@ -18,17 +17,22 @@
 #include "store/source.h"
 
 typedef struct {
-  int check, plan;
+  int check, plan, follow;
+  int64_t patience; /* of --follow, seconds */
   int ranks;
   int64_t context, multiprocessors, memory_gb; /* of --plan; context 0: no attention plan */
 } Options;
 
 static const char usage[] =
     "usage: k3decode info FILE [options]\n"
+    "       k3decode info --follow RUN.h5\n"
     "       k3decode info --plan --ranks N [--context N] MODEL\n"
     "\n"
     "What is in a run file (also one still being written, or left by a crash), a model, sweep or tuning file.\n"
     "\n"
+    "  --follow           run: print each step as it is written, until the run ends\n"
+    "  --patience S       with --follow: seconds without a step after which the writer is looked for (default 30); a run whose\n"
+    "                     writer is gone ends with exit status 3\n"
     "  --check            model: read every tensor and name the first value that may not be (NaN, infinity)\n"
     "  --plan --ranks N   model, or synth:RECIPE: what each of N ranks would hold\n"
     "  --context N        with --plan: how attention over N cached positions is cut, for both ways to keep the cache\n"
@@ -45,150 +49,6 @@ static const char *bytes_text(int64_t bytes, char text[32])
   while (value >= 1000 && i < 5) value /= 1000, i++;
   snprintf(text, 32, i ? "%.2f %s" : "%.0f %s", value, unit[i]);
   return text;
-}
-
-/* ---------------------------------------------------------------- run files */
-
-/* The first and last few ids of a list. */
-static void print_tokens(const char *name, const int64_t *ids, int64_t count)
-{
-  enum { HEAD = 12, TAIL = 4 };
-  printf("%-16s %lld token%s:", name, (long long)count, count == 1 ? "" : "s");
-  for (int64_t i = 0; i < count; i++) {
-    if (count > HEAD + TAIL + 1 && i == HEAD) {
-      printf(" …");
-      i = count - TAIL;
-    }
-    printf(" %lld", (long long)ids[i]);
-  }
-  printf("\n");
-}
-
-static void print_description(const K3RunReader *run)
-{
-  printf("run file         %s\n", run->path);
-  printf("program          k3decode %s\n", run->program_version);
-  printf("command          %s\n", run->command);
-  printf("started          %s\n", run->start_time);
-  printf("model            %s (digest %016llx)\n", run->model, (unsigned long long)run->model_digest);
-  const K3Config *c = &run->config;
-  printf("                 %lld layers (%lld KDA, %lld MLA), hidden %lld, vocabulary %lld, %lld heads, %lld experts\n",
-         (long long)c->num_layers, (long long)k3_config_count_layers(c, K3_LAYER_KDA),
-         (long long)k3_config_count_layers(c, K3_LAYER_MLA), (long long)c->hidden_size, (long long)c->vocab_size,
-         (long long)c->num_heads, (long long)c->num_experts);
-  printf("ranks            %lld, backend %s\n", (long long)run->ranks, run->backend);
-  for (const char *line = run->devices; *line;) {
-    int length = (int)strcspn(line, "\n");
-    if (length > 0) printf("                 %.*s\n", length, line);
-    line += length + (line[length] == '\n');
-  }
-  if (strcmp(run->kind, "logits") == 0)
-    printf("kind             decode\n");
-  else
-    printf("kind             %s: measures times, its tokens and values mean nothing\n", run->kind);
-  if (run->logits == K3_LOGITS_TOP)
-    printf("logits           the top %lld of each step\n", (long long)run->top);
-  else
-    printf("logits           %s\n", run->logits == K3_LOGITS_ALL ? "all of each step" : "none");
-  if (run->first_context > 0) printf("context          %lld synthetic positions before the prompt\n",
-                                     (long long)run->first_context);
-  print_tokens("prompt", run->prompt, run->prompt_count);
-}
-
-static void print_ending(const K3RunReader *run)
-{
-  if (strcmp(run->ending, "running") != 0)
-    printf("ending           %s\n", run->ending);
-  else
-    printf("ending           none recorded: still running, or killed; the whole steps below are good\n");
-}
-
-static void print_times(const K3RunReader *run, double *step_ms)
-{
-  int64_t n = run->steps;
-  double sum = 0;
-  for (int64_t i = 0; i < n; i++) sum += step_ms[i];
-  k3_sort(step_ms, n);
-  double median = k3_quantile(step_ms, n, 0.5);
-  printf("step             median %.3f ms, p10 %.3f ms, p90 %.3f ms, mean %.3f ms\n", median,
-         k3_quantile(step_ms, n, 0.1), k3_quantile(step_ms, n, 0.9), sum / (double)n);
-  printf("speed            %.2f tokens/s (from the median step)\n", median > 0 ? 1000.0 / median : 0.0);
-}
-
-/* rank_step_ms [steps, ranks] */
-static void print_slowest_rank(const K3RunReader *run, const double *rank_step_ms)
-{
-  int64_t slowest = 0;
-  double most = -1, all = 0;
-  for (int64_t rank = 0; rank < run->ranks; rank++) {
-    double sum = 0;
-    for (int64_t n = 0; n < run->steps; n++) sum += rank_step_ms[n * run->ranks + rank];
-    all += sum;
-    if (sum > most) most = sum, slowest = rank;
-  }
-  printf("slowest rank     %lld with a mean of %.3f ms (mean of all ranks %.3f ms)\n", (long long)slowest,
-         most / (double)run->steps, all / (double)(run->steps * run->ranks));
-}
-
-/* phase_ms [steps, ranks, phases]: means over steps; the share is of all phases, over all ranks. */
-static void print_phases(const K3RunReader *run, const double *phase_ms)
-{
-  int64_t steps = run->steps, ranks = run->ranks, phases = run->phases;
-  double total = 0;
-  for (int64_t i = 0; i < steps * ranks * phases; i++) total += phase_ms[i];
-  printf("\n%-14s %12s %8s %14s  %s\n", "phase", "mean ms", "share", "slowest ms", "of rank");
-  for (int64_t phase = 0; phase < phases; phase++) {
-    double sum = 0, most = -1;
-    int64_t slowest = 0;
-    for (int64_t rank = 0; rank < ranks; rank++) {
-      double of_rank = 0;
-      for (int64_t n = 0; n < steps; n++) of_rank += phase_ms[(n * ranks + rank) * phases + phase];
-      sum += of_rank;
-      if (of_rank > most) most = of_rank, slowest = rank;
-    }
-    printf("%-14s %12.4f %6.1f %% %14.4f  %lld\n", run->phase_names[phase], sum / (double)(steps * ranks),
-           total > 0 ? 100 * sum / total : 0.0, most / (double)steps, (long long)slowest);
-  }
-  printf("%-14s %12.4f\n", "all", total / (double)(steps * ranks));
-}
-
-static K3Status info_run(const char *path)
-{
-  K3Status status = K3_OK;
-  K3RunReader *run = NULL;
-  int64_t *tokens = NULL;
-  double *step_ms = NULL, *rank_step_ms = NULL, *phase_ms = NULL;
-  K3_TRY(k3_run_reader_open(path, &run));
-  size_t steps = (size_t)run->steps, ranks = (size_t)run->ranks, phases = (size_t)run->phases;
-  print_description(run);
-  print_ending(run);
-  printf("whole steps      %lld\n", (long long)run->steps);
-  if (steps > 0) {
-    tokens = calloc(steps, sizeof *tokens);
-    step_ms = calloc(steps, sizeof *step_ms);
-    rank_step_ms = calloc(steps * ranks, sizeof *rank_step_ms);
-    phase_ms = calloc(steps * ranks * phases + 1, sizeof *phase_ms);
-    if (!tokens || !step_ms || !rank_step_ms || !phase_ms)
-      K3_FAIL_DONE(K3_ERR_INPUT, "%s: no memory for the timings of %zu steps", path, steps);
-    K3_TRY_DONE(k3_run_reader_tokens(run, tokens));
-    K3_TRY_DONE(k3_run_reader_step_ms(run, step_ms));
-    K3_TRY_DONE(k3_run_reader_rank_step_ms(run, rank_step_ms));
-    print_tokens("decoded", tokens, run->steps);
-    print_times(run, step_ms);
-    print_slowest_rank(run, rank_step_ms);
-    if (phases > 0) {
-      K3_TRY_DONE(k3_run_reader_phase_ms(run, phase_ms));
-      print_phases(run, phase_ms);
-    }
-  }
-  if (run->plan[0]) printf("\nplan\n%s%s", run->plan, run->plan[strlen(run->plan) - 1] == '\n' ? "" : "\n");
-done:
-  free(tokens);
-  free(step_ms);
-  free(rank_step_ms);
-  free(phase_ms);
-  k3_run_reader_close(run);
-  return status;
 }
 
 /* ---------------------------------------------------------------- model files */
@@ -375,6 +235,8 @@ done:
 static K3Status parse(int argc, char **argv, Options *options, int *help)
 {
   static const struct option long_options[] = {{"check", no_argument, NULL, 'c'},
+                                               {"follow", no_argument, NULL, 'f'},
+                                               {"patience", required_argument, NULL, 't'},
                                                {"plan", no_argument, NULL, 'p'},
                                                {"ranks", required_argument, NULL, 'r'},
                                                {"context", required_argument, NULL, 'n'},
@@ -391,6 +253,8 @@ static K3Status parse(int argc, char **argv, Options *options, int *help)
     long ranks;
     switch (letter) {
     case 'c': options->check = 1; break;
+    case 'f': options->follow = 1; break;
+    case 't': K3_TRY(k3_parse_count(optarg, "info: --patience", 1, 86400, &options->patience)); break;
     case 'p': options->plan = 1; break;
     case 'r':
       ranks = strtol(optarg, &end, 10);
@@ -413,6 +277,9 @@ static K3Status parse(int argc, char **argv, Options *options, int *help)
     K3_FAIL(K3_ERR_USAGE, "info wants one file, got %d (see k3decode info --help)", argc - optind);
   if (options->plan != (options->ranks > 0))
     K3_FAIL(K3_ERR_USAGE, "info: --plan and --ranks N go together");
+  if (options->follow && (options->plan || options->check))
+    K3_FAIL(K3_ERR_USAGE, "info: --follow is for run files, --plan and --check are for model files");
+  if (options->patience > 0 && !options->follow) K3_FAIL(K3_ERR_USAGE, "info: --patience S goes with --follow");
   if (options->context > 0 && !options->plan) K3_FAIL(K3_ERR_USAGE, "info: --context N goes with --plan");
   return K3_OK;
 }
@@ -427,17 +294,23 @@ K3Status k3_command_info(int argc, char **argv, K3Comm *comm)
     K3_FAIL(K3_ERR_USAGE, "info runs as one process, started without mpirun; got %d ranks", comm->world);
   const char *path = argv[optind];
   K3Status status = K3_OK;
+  double patience = options.patience > 0 ? (double)options.patience : K3_INFO_PATIENCE_S;
   if (strncmp(path, "synth:", 6) == 0) {
-    if (options.check) K3_FAIL(K3_ERR_USAGE, "info: --check is for model files, %s is none", path);
+    if (options.check || options.follow)
+      K3_FAIL(K3_ERR_USAGE, "info: --%s is for %s files, %s is none", options.check ? "check" : "follow",
+              options.check ? "model" : "run", path);
     status = info_model(path, &options);
     fflush(stdout);
     return status;
   }
+  if (options.follow) k3_info_wait_for_file(path, patience);
   switch (k3_run_reader_recognise(path)) {
   case K3_FILE_MODEL:
+    if (options.follow) K3_FAIL(K3_ERR_USAGE, "info: --follow is for run files, %s is a model file", path);
     status = info_model(path, &options);
     break;
   case K3_FILE_SNAPSHOT:
+    if (options.follow) K3_FAIL(K3_ERR_USAGE, "info: --follow is for run files, %s is a snapshot", path);
     if (options.check || options.plan)
       K3_FAIL(K3_ERR_USAGE, "info: --check and --plan are for model files, %s is a snapshot", path);
     status = k3_info_snapshot(path);
@@ -447,10 +320,11 @@ K3Status k3_command_info(int argc, char **argv, K3Comm *comm)
   case K3_FILE_RUN:
     if (options.check || options.plan)
       K3_FAIL(K3_ERR_USAGE, "info: --check and --plan are for model files, %s is a run file", path);
-    status = info_run(path);
+    status = options.follow ? k3_info_follow(path, patience) : k3_info_run(path);
     break;
   case K3_FILE_SWEEP:
   case K3_FILE_TUNING:
+    if (options.follow) K3_FAIL(K3_ERR_USAGE, "info: --follow is for run files, %s is none", path);
     if (options.check || options.plan)
       K3_FAIL(K3_ERR_USAGE, "info: --check and --plan are for model files, %s is none", path);
     status =
@@ -460,7 +334,7 @@ K3Status k3_command_info(int argc, char **argv, K3Comm *comm)
     K3_FAIL(K3_ERR_INPUT, "%s is neither a model file nor a run file: an HDF5 file whose root attribute format names "
             "neither", path);
   default: /* unreadable or damaged: the reader says how */
-    status = info_run(path);
+    status = options.follow ? k3_info_follow(path, patience) : k3_info_run(path);
   }
   fflush(stdout);
   return status;

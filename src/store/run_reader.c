@@ -271,38 +271,57 @@ static K3Status get_text_dataset(K3RunReader *run, const char *name, char **text
   return K3_OK;
 }
 
-/* Fixed-length names, as run_file.c writes them. */
-static K3Status get_phase_names(K3RunReader *run)
+/* Fixed-length names [count], as run_file.c writes them. */
+static K3Status get_names(K3RunReader *run, const char *name, char ***names, int64_t *count)
 {
-  if (H5Lexists(run->state->file, "/timings/phase_names", H5P_DEFAULT) <= 0) return K3_OK;
   hid_t dataset, memory = H5I_INVALID_HID, stored = H5I_INVALID_HID;
-  int64_t count = -1;
-  K3_TRY(open_dataset(run, "/timings/phase_names", 1, &count, H5T_STRING, &dataset));
+  int64_t found = -1;
+  K3_TRY(open_dataset(run, name, 1, &found, H5T_STRING, &dataset));
   K3Status status = K3_OK;
-  char *names = NULL;
+  char *text = NULL;
   size_t bytes = 0;
   stored = H5Dget_type(dataset);
   if (stored >= 0 && H5Tis_variable_str(stored) == 0) bytes = H5Tget_size(stored);
-  if (bytes == 0 || bytes > 4096 || count < 1 || count > 4096)
-    K3_FAIL_DONE(K3_ERR_INPUT, "%s: dataset /timings/phase_names holds no list of fixed-length names", run->path);
+  if (bytes == 0 || bytes > 4096 || found < 1 || found > 4096)
+    K3_FAIL_DONE(K3_ERR_INPUT, "%s: dataset %s holds no list of fixed-length names", run->path, name);
   memory = H5Tcopy(stored);
-  names = calloc((size_t)count, bytes + 1);
-  run->phase_names = calloc((size_t)count, sizeof *run->phase_names);
-  if (!names || !run->phase_names) K3_FAIL_DONE(K3_ERR_INPUT, "%s: no memory for phase names", run->path);
-  run->phases = count;
+  text = calloc((size_t)found, bytes + 1);
+  *names = calloc((size_t)found, sizeof **names);
+  if (!text || !*names) K3_FAIL_DONE(K3_ERR_INPUT, "%s: no memory for the names of %s", run->path, name);
+  *count = found;
   if (memory < 0 || H5Tset_size(memory, bytes + 1) < 0 || H5Tset_strpad(memory, H5T_STR_NULLTERM) < 0 ||
-      H5Dread(dataset, memory, H5S_ALL, H5S_ALL, H5P_DEFAULT, names) < 0) {
-    status = HDF5_FAIL("%s: dataset /timings/phase_names cannot be read", run->path);
+      H5Dread(dataset, memory, H5S_ALL, H5S_ALL, H5P_DEFAULT, text) < 0) {
+    status = HDF5_FAIL("%s: dataset %s cannot be read", run->path, name);
     goto done;
   }
-  for (int64_t i = 0; i < count; i++) {
-    run->phase_names[i] = strdup(names + (size_t)i * (bytes + 1));
-    if (!run->phase_names[i]) K3_FAIL_DONE(K3_ERR_INPUT, "%s: no memory for phase names", run->path);
+  for (int64_t i = 0; i < found; i++) {
+    (*names)[i] = strdup(text + (size_t)i * (bytes + 1));
+    if (!(*names)[i]) K3_FAIL_DONE(K3_ERR_INPUT, "%s: no memory for the names of %s", run->path, name);
   }
 done:
-  free(names);
+  free(text);
   if (memory >= 0) H5Tclose(memory);
   if (stored >= 0) H5Tclose(stored);
+  H5Dclose(dataset);
+  return status;
+}
+
+/* What a run without phase times, or of an earlier version, has not. */
+static K3Status get_optional(K3RunReader *run)
+{
+  hid_t file = run->state->file, dataset;
+  if (H5Lexists(file, "/timings/phase_names", H5P_DEFAULT) > 0)
+    K3_TRY(get_names(run, "/timings/phase_names", &run->phase_names, &run->phases));
+  if (H5Lexists(file, "/timings/step_bytes", H5P_DEFAULT) <= 0) return K3_OK;
+  K3_TRY(get_names(run, "/timings/step_bytes_names", &run->part_names, &run->parts));
+  int64_t size[2] = {run->ranks, run->parts};
+  K3_TRY(open_dataset(run, "/timings/step_bytes", 2, size, H5T_INTEGER, &dataset));
+  K3Status status = K3_OK;
+  run->step_bytes = calloc((size_t)(run->ranks * run->parts), sizeof *run->step_bytes);
+  if (!run->step_bytes) K3_FAIL_DONE(K3_ERR_INPUT, "%s: no memory for /timings/step_bytes", run->path);
+  if (H5Dread(dataset, H5T_NATIVE_INT64, H5S_ALL, H5S_ALL, H5P_DEFAULT, run->step_bytes) < 0)
+    status = HDF5_FAIL("%s: dataset /timings/step_bytes cannot be read", run->path);
+done:
   H5Dclose(dataset);
   return status;
 }
@@ -416,7 +435,7 @@ static K3Status get_description(K3RunReader *run)
   K3_TRY(get_config(run));
   K3_TRY(get_logits_kind(run));
   K3_TRY(get_prompt(run));
-  K3_TRY(get_phase_names(run));
+  K3_TRY(get_optional(run));
   K3_TRY(get_text_dataset(run, "/plan", &run->plan));
   return K3_OK;
 }
@@ -505,6 +524,12 @@ K3Status k3_run_reader_phase_ms(K3RunReader *run, double *phase_ms)
   return read_rows(run, PHASE_MS, 0, run->steps, 3, row, H5T_NATIVE_DOUBLE, phase_ms);
 }
 
+K3Status k3_run_reader_steps(K3RunReader *run, int64_t first, int64_t count, int64_t *tokens, double *step_ms)
+{
+  K3_TRY(read_rows(run, TOKEN_IDS, first, count, 1, NULL, H5T_NATIVE_INT64, tokens));
+  return read_rows(run, STEP_MS, first, count, 1, NULL, H5T_NATIVE_DOUBLE, step_ms);
+}
+
 K3Status k3_run_reader_logits(K3RunReader *run, int64_t step, float *logits)
 {
   return read_rows(run, LOGITS, step, 1, 2, &run->config.vocab_size, H5T_NATIVE_FLOAT, logits);
@@ -525,6 +550,9 @@ void k3_run_reader_close(K3RunReader *run)
   free(run->state);
   for (int64_t i = 0; i < run->phases; i++) free(run->phase_names[i]);
   free(run->phase_names);
+  for (int64_t i = 0; i < run->parts; i++) free(run->part_names[i]);
+  free(run->part_names);
+  free(run->step_bytes);
   free(run->prompt);
   char *texts[] = {run->program_version, run->model, run->backend, run->devices, run->command, run->start_time,
                    run->kind, run->plan, run->ending};

@@ -36,6 +36,9 @@ typedef struct {
   int64_t *prompt;              /* [prompt_count] */
   int64_t phases;
   char **phase_names;           /* [phases] */
+  int64_t parts;
+  char **part_names;            /* [parts] of step_bytes */
+  int64_t *step_bytes;          /* [ranks, parts] that a step must move, by the plan; NULL: not recorded */
   struct K3RunReaderState *state;
 } K3RunReader;
 
@@ -51,6 +54,9 @@ K3Status k3_run_reader_tokens(K3RunReader *reader, int64_t *tokens);
 K3Status k3_run_reader_step_ms(K3RunReader *reader, double *step_ms);
 K3Status k3_run_reader_rank_step_ms(K3RunReader *reader, double *rank_step_ms);
 K3Status k3_run_reader_phase_ms(K3RunReader *reader, double *phase_ms);
+
+/* Token and time of steps [first, first + count). */
+K3Status k3_run_reader_steps(K3RunReader *reader, int64_t first, int64_t count, int64_t *tokens, double *step_ms);
 
 /* Row `step` of the logits: [V] for K3_LOGITS_ALL; ids, logits [top] for K3_LOGITS_TOP.
  * Errors: K3_ERR_INPUT (no such step, not that kind, unreadable). */
