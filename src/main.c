@@ -24,6 +24,8 @@ static const char usage[] =
   "  import DIR     convert a published checkpoint to a model file\n"
   "  compare A B    parity of two run files\n"
   "  info FILE      what is in a model or run file\n"
+  "  report FILE …  runs and sweeps as a page of figures and tables\n"
+  "  text …         text to token ids and back, with a checkpoint's tokenizer\n"
   "\n"
   "  --help, --version\n"
   "\n"
@@ -43,6 +45,8 @@ static const struct {
   {"import", k3_command_import},
   {"compare", k3_command_compare},
   {"info", k3_command_info},
+  {"report", k3_command_report},
+  {"text", k3_command_text},
   {"tune", k3_command_tune},
 };
 

@@ -2,17 +2,14 @@
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 
 import h5py
 import numpy as np
 import pytest
 
-from harness import K3DECODE_BREAKABLE, TESTS, k3, needs_mpirun, refused, start
+from harness import K3DECODE_BREAKABLE, k3, needs_mpirun, refused, start
 
-PLOT = TESTS.parent / "jobs" / "plot_sweep.py"
 SMALL = ("synth:tiny:num_layers=4", "--backend", "host")
 CONTEXTS = (8, 70, 1100)
 STEPS, REPEATS = 3, 2
@@ -282,16 +279,7 @@ def test_signal_stops_it_and_leaves_no_file(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-# ---------------------------------------------------------------- plot and plan
-
-def test_plot(whole, tmp_path):
-    pytest.importorskip("matplotlib", reason="needs matplotlib (Debian: python3-matplotlib)")
-    path = tmp_path / "curve.svg"
-    subprocess.run([sys.executable, PLOT, whole[1], "--output", path], check=True, timeout=60)
-    assert "<svg" in path.read_text()[:2000]
-    bad = subprocess.run([sys.executable, PLOT, PLOT, "--output", tmp_path / "bad.svg"], capture_output=True, timeout=60)
-    assert bad.returncode == 3 and b"cannot be read" in bad.stderr and not (tmp_path / "bad.svg").exists()
-
+# ---------------------------------------------------------------- plan
 
 def plan(*words):
     """Rows of `info --plan --context`: (band, kernel) -> numbers."""

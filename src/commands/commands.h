@@ -27,6 +27,13 @@ K3Status k3_command_tune(int argc, char **argv, K3Comm *comm);
 /* What is in a model, run, sweep or tuning file. One process only. Errors: K3_ERR_INPUT, K3_ERR_USAGE. */
 K3Status k3_command_info(int argc, char **argv, K3Comm *comm);
 
+/* Figures and tables of run and sweep files, by src/helpers/report.py. One process only.
+ * Errors: K3_ERR_INPUT (a file, a missing library), K3_ERR_USAGE. */
+K3Status k3_command_report(int argc, char **argv, K3Comm *comm);
+
+/* Text to token ids and back with a checkpoint's tokenizer, by src/helpers/text.py. One process only. Errors: as report. */
+K3Status k3_command_text(int argc, char **argv, K3Comm *comm);
+
 /* `info --check`: reads every tensor of a model file and names the first value that may not be (NaN, infinity,
  * an E8M0 byte of 255 …). src/commands/check_model.c. */
 K3Status k3_command_check_model(const char *path);

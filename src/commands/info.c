@@ -17,7 +17,8 @@
 #include "store/source.h"
 
 typedef struct {
-  int check, plan, follow;
+  int check, plan, follow, text;
+  const char *tokenizer; /* of --text */
   int64_t patience; /* of --follow, seconds */
   int ranks;
   int64_t context, multiprocessors, memory_gb; /* of --plan; context 0: no attention plan */
@@ -33,6 +34,7 @@ static const char usage[] =
     "  --follow           run: print each step as it is written, until the run ends\n"
     "  --patience S       with --follow: seconds without a step after which the writer is looked for (default 30); a run whose\n"
     "                     writer is gone ends with exit status 3\n"
+    "  --text --tokenizer DIR  run: also prompt and decoded tokens as text; DIR holds a checkpoint's tiktoken.model\n"
     "  --check            model: read every tensor and name the first value that may not be (NaN, infinity)\n"
     "  --plan --ranks N   model, or synth:RECIPE: what each of N ranks would hold\n"
     "  --context N        with --plan: how attention over N cached positions is cut, for both ways to keep the cache\n"
@@ -237,6 +239,8 @@ static K3Status parse(int argc, char **argv, Options *options, int *help)
   static const struct option long_options[] = {{"check", no_argument, NULL, 'c'},
                                                {"follow", no_argument, NULL, 'f'},
                                                {"patience", required_argument, NULL, 't'},
+                                               {"text", no_argument, NULL, 'x'},
+                                               {"tokenizer", required_argument, NULL, 'T'},
                                                {"plan", no_argument, NULL, 'p'},
                                                {"ranks", required_argument, NULL, 'r'},
                                                {"context", required_argument, NULL, 'n'},
@@ -255,6 +259,8 @@ static K3Status parse(int argc, char **argv, Options *options, int *help)
     case 'c': options->check = 1; break;
     case 'f': options->follow = 1; break;
     case 't': K3_TRY(k3_parse_count(optarg, "info: --patience", 1, 86400, &options->patience)); break;
+    case 'x': options->text = 1; break;
+    case 'T': options->tokenizer = optarg; break;
     case 'p': options->plan = 1; break;
     case 'r':
       ranks = strtol(optarg, &end, 10);
@@ -279,6 +285,10 @@ static K3Status parse(int argc, char **argv, Options *options, int *help)
     K3_FAIL(K3_ERR_USAGE, "info: --plan and --ranks N go together");
   if (options->follow && (options->plan || options->check))
     K3_FAIL(K3_ERR_USAGE, "info: --follow is for run files, --plan and --check are for model files");
+  if (options->text != (options->tokenizer != NULL))
+    K3_FAIL(K3_ERR_USAGE, "info: --text and --tokenizer DIR go together");
+  if (options->text && (options->plan || options->check || options->follow))
+    K3_FAIL(K3_ERR_USAGE, "info: --text stands without --plan, --check and --follow");
   if (options->patience > 0 && !options->follow) K3_FAIL(K3_ERR_USAGE, "info: --patience S goes with --follow");
   if (options->context > 0 && !options->plan) K3_FAIL(K3_ERR_USAGE, "info: --context N goes with --plan");
   return K3_OK;
@@ -294,11 +304,12 @@ K3Status k3_command_info(int argc, char **argv, K3Comm *comm)
     K3_FAIL(K3_ERR_USAGE, "info runs as one process, started without mpirun; got %d ranks", comm->world);
   const char *path = argv[optind];
   K3Status status = K3_OK;
+  const char *tokenizer = options.tokenizer;
   double patience = options.patience > 0 ? (double)options.patience : K3_INFO_PATIENCE_S;
   if (strncmp(path, "synth:", 6) == 0) {
-    if (options.check || options.follow)
-      K3_FAIL(K3_ERR_USAGE, "info: --%s is for %s files, %s is none", options.check ? "check" : "follow",
-              options.check ? "model" : "run", path);
+    if (options.check || options.follow || options.text)
+      K3_FAIL(K3_ERR_USAGE, "info: --%s is for %s files, %s is none",
+              options.check ? "check" : options.follow ? "follow" : "text", options.check ? "model" : "run", path);
     status = info_model(path, &options);
     fflush(stdout);
     return status;
@@ -306,7 +317,8 @@ K3Status k3_command_info(int argc, char **argv, K3Comm *comm)
   if (options.follow) k3_info_wait_for_file(path, patience);
   switch (k3_run_reader_recognise(path)) {
   case K3_FILE_MODEL:
-    if (options.follow) K3_FAIL(K3_ERR_USAGE, "info: --follow is for run files, %s is a model file", path);
+    if (options.follow || options.text)
+      K3_FAIL(K3_ERR_USAGE, "info: --%s is for run files, %s is a model file", options.follow ? "follow" : "text", path);
     status = info_model(path, &options);
     break;
   case K3_FILE_SNAPSHOT:
@@ -320,7 +332,7 @@ K3Status k3_command_info(int argc, char **argv, K3Comm *comm)
   case K3_FILE_RUN:
     if (options.check || options.plan)
       K3_FAIL(K3_ERR_USAGE, "info: --check and --plan are for model files, %s is a run file", path);
-    status = options.follow ? k3_info_follow(path, patience) : k3_info_run(path);
+    status = options.follow ? k3_info_follow(path, patience) : k3_info_run(path, tokenizer);
     break;
   case K3_FILE_SWEEP:
   case K3_FILE_TUNING:
@@ -334,7 +346,7 @@ K3Status k3_command_info(int argc, char **argv, K3Comm *comm)
     K3_FAIL(K3_ERR_INPUT, "%s is neither a model file nor a run file: an HDF5 file whose root attribute format names "
             "neither", path);
   default: /* unreadable or damaged: the reader says how */
-    status = options.follow ? k3_info_follow(path, patience) : k3_info_run(path);
+    status = options.follow ? k3_info_follow(path, patience) : k3_info_run(path, tokenizer);
   }
   fflush(stdout);
   return status;

@@ -54,8 +54,8 @@ static K3Status print_steps(K3RunReader *run, int64_t *shown)
     int64_t count = run->steps - *shown < BATCH ? run->steps - *shown : BATCH;
     K3_TRY(k3_run_reader_steps(run, *shown, count, tokens, step_ms));
     for (int64_t i = 0; i < count; i++)
-      printf("step %6lld  token %8lld  %10.3f ms  %9.2f tokens/s\n", (long long)(*shown + i), (long long)tokens[i], step_ms[i],
-             step_ms[i] > 0 ? 1e3 / step_ms[i] : 0.0);
+      printf("step %6lld  token %8lld  %10.3f ms  %9.2f tokens/s\n", (long long)(*shown + i), (long long)tokens[i],
+             step_ms[i], step_ms[i] > 0 ? 1e3 / step_ms[i] : 0.0);
     *shown += count;
   }
   fflush(stdout);
@@ -67,18 +67,20 @@ static K3Status judge_silence(const K3RunReader *run, double patience)
 {
   switch (find_writer(run->path)) {
   case WRITER_HOLDS:
-    fprintf(stderr, "info: no step for %.0f s, but the writer still holds %s: a long prompt, or it hangs; waiting on\n", patience,
-            run->path);
+    fprintf(stderr, "info: no step for %.0f s, but the writer still holds %s: a long prompt, or it hangs; waiting on\n",
+            patience, run->path);
     return K3_OK;
   case WRITER_GONE:
     K3_FAIL(K3_ERR_INPUT,
-            "%s: no step for %.0f s and no process holds the file: its writer died. The %lld whole steps are good; k3decode "
+            "%s: no step for %.0f s and no process holds the file: its writer died. The %lld whole steps are good; "
+            "k3decode "
             "info %s shows them",
             run->path, patience, (long long)run->steps, run->path);
   default:
-    K3_FAIL(K3_ERR_INPUT,
-            "%s: no step for %.0f s, and this file system cannot tell whether the writer lives; --patience waits longer",
-            run->path, patience);
+    K3_FAIL(
+        K3_ERR_INPUT,
+        "%s: no step for %.0f s, and this file system cannot tell whether the writer lives; --patience waits longer",
+        run->path, patience);
   }
 }
 

@@ -7,6 +7,7 @@
 #include <string.h>
 
 #include "base/statistics.h"
+#include "commands/text.h"
 
 /* A step is slow beyond the median by so many standard deviations, as the median absolute deviation has them, and by this
  * share. A rank lags when it is the slowest in this share of the steps. Fewer steps than FEW say nothing. */
@@ -57,14 +58,10 @@ void k3_info_run_description(const K3RunReader *run)
     if (length > 0) printf("                 %.*s\n", length, line);
     line += length + (line[length] == '\n');
   }
-  if (strcmp(run->kind, "logits") == 0)
-    printf("kind             decode\n");
-  else
-    printf("kind             %s: measures times, its tokens and values mean nothing\n", run->kind);
-  if (run->logits == K3_LOGITS_TOP)
-    printf("logits           the top %lld of each step\n", (long long)run->top);
-  else
-    printf("logits           %s\n", run->logits == K3_LOGITS_ALL ? "all of each step" : "none");
+  if (strcmp(run->kind, "logits") == 0) printf("kind             decode\n");
+  else printf("kind             %s: measures times, its tokens and values mean nothing\n", run->kind);
+  if (run->logits == K3_LOGITS_TOP) printf("logits           the top %lld of each step\n", (long long)run->top);
+  else printf("logits           %s\n", run->logits == K3_LOGITS_ALL ? "all of each step" : "none");
   if (run->first_context > 0)
     printf("context          %lld synthetic positions before the prompt\n", (long long)run->first_context);
   print_tokens("prompt", run->prompt, run->prompt_count);
@@ -108,8 +105,10 @@ static void print_times(const K3RunReader *run, const Columns *columns)
   for (int64_t i = 0; i < n; i++) sum += columns->step_ms[i];
   double median = k3_quantile(columns->sorted_ms, n, 0.5), p10 = k3_quantile(columns->sorted_ms, n, 0.1),
          p90 = k3_quantile(columns->sorted_ms, n, 0.9);
-  printf("speed            %.2f tokens/s median, p10 %.2f, p90 %.2f\n", per_second(median), per_second(p90), per_second(p10));
-  printf("step             median %.3f ms, p10 %.3f ms, p90 %.3f ms, mean %.3f ms; spread (p90 - p10) %.1f %% of the median\n",
+  printf("speed            %.2f tokens/s median, p10 %.2f, p90 %.2f\n", per_second(median), per_second(p90),
+         per_second(p10));
+  printf("step             median %.3f ms, p10 %.3f ms, p90 %.3f ms, mean %.3f ms; spread (p90 - p10) %.1f %% of the "
+         "median\n",
          median, p10, p90, sum / (double)n, median > 0 ? 100 * (p90 - p10) / median : 0.0);
 }
 
@@ -125,7 +124,8 @@ static void print_bytes(const K3RunReader *run, double median_ms)
   }
   printf("bytes a step     %.4g GB on rank %lld by the plan (", (double)most * 1e-9, (long long)worst);
   for (int64_t part = 0; part < run->parts; part++)
-    printf("%s%s %.3g", part ? ", " : "", run->part_names[part], (double)run->step_bytes[worst * run->parts + part] * 1e-9);
+    printf("%s%s %.3g", part ? ", " : "", run->part_names[part],
+           (double)run->step_bytes[worst * run->parts + part] * 1e-9);
   printf(")");
   if (median_ms > 0) printf(": %.4g GB/s at the median step", (double)most * 1e-6 / median_ms);
   printf("\n");
@@ -190,8 +190,8 @@ static int say_slow_steps(const K3RunReader *run, const Columns *columns)
   free(apart);
   for (int64_t i = 0; i < n; i++) slow += columns->step_ms[i] > limit;
   if (!slow) return 0;
-  printf("  slow steps     %lld of %lld beyond %.3f ms (median + %.0f x 1.4826 MAD):", (long long)slow, (long long)n, limit,
-         slow_deviations);
+  printf("  slow steps     %lld of %lld beyond %.3f ms (median + %.0f x 1.4826 MAD):", (long long)slow, (long long)n,
+         limit, slow_deviations);
   int shown = 0;
   for (int64_t i = 0; i < n && shown < SHOWN_STEPS; i++)
     if (columns->step_ms[i] > limit) printf("%s %lld (%.3f ms)", shown++ ? "," : "", (long long)i, columns->step_ms[i]);
@@ -233,8 +233,9 @@ static int say_lagging_rank(const K3RunReader *run, const Columns *columns)
       if (slowest[rank] > slowest[worst]) worst = rank;
     double others = (all - sum[worst]) / (double)(ranks - 1);
     if ((double)slowest[worst] >= lagging_share * (double)steps && sum[worst] > (1 + slow_share) * others) {
-      printf("  rank %-9lld the slowest in %lld of %lld steps: %.3f ms of its own a step, the others %.3f ms\n", (long long)worst,
-             (long long)slowest[worst], (long long)steps, sum[worst] / (double)steps, others / (double)steps);
+      printf("  rank %-9lld the slowest in %lld of %lld steps: %.3f ms of its own a step, the others %.3f ms\n",
+             (long long)worst, (long long)slowest[worst], (long long)steps, sum[worst] / (double)steps,
+             others / (double)steps);
       said = 1;
     }
   }
@@ -248,13 +249,12 @@ static void print_unusual(const K3RunReader *run, const Columns *columns)
   int said = 0;
   printf("\nunusual\n");
   if (strcmp(run->ending, "running") == 0)
-    said += printf("  not finished   still running, or killed: the %lld whole steps are good\n", (long long)run->steps) > 0;
-  else if (strcmp(run->ending, "done") != 0)
-    said += printf("  interrupted    %s\n", run->ending) > 0;
+    said +=
+        printf("  not finished   still running, or killed: the %lld whole steps are good\n", (long long)run->steps) > 0;
+  else if (strcmp(run->ending, "done") != 0) said += printf("  interrupted    %s\n", run->ending) > 0;
   if (strcmp(run->kind, "logits") != 0)
     said += printf("  %-14s one rank alone, collectives left out: times, not logits\n", run->kind) > 0;
-  if (run->first_context > 0)
-    said += printf("  context        synthetic: the tokens mean nothing\n") > 0;
+  if (run->first_context > 0) said += printf("  context        synthetic: the tokens mean nothing\n") > 0;
   if (columns) {
     said += say_slow_steps(run, columns);
     said += say_lagging_rank(run, columns);
@@ -268,10 +268,8 @@ K3Status k3_info_run_result(K3RunReader *run)
 {
   K3Status status = K3_OK;
   Columns columns = {0};
-  if (strcmp(run->ending, "running") != 0)
-    printf("ending           %s\n", run->ending);
-  else
-    printf("ending           none recorded: still running, or killed; the whole steps below are good\n");
+  if (strcmp(run->ending, "running") != 0) printf("ending           %s\n", run->ending);
+  else printf("ending           none recorded: still running, or killed; the whole steps below are good\n");
   printf("whole steps      %lld\n", (long long)run->steps);
   if (run->steps > 0) {
     K3_TRY_DONE(read_columns(run, &columns));
@@ -288,12 +286,33 @@ done:
   return status;
 }
 
-K3Status k3_info_run(const char *path)
+static K3Status print_text(const char *name, const char *tokenizer, const int64_t *ids, int64_t count)
+{
+  char *text = NULL;
+  K3_TRY(k3_text_decode(tokenizer, ids, count, &text));
+  printf("\n%s\n%s\n", name, text);
+  free(text);
+  return K3_OK;
+}
+
+static K3Status print_texts(K3RunReader *run, const char *tokenizer)
+{
+  int64_t *tokens = calloc((size_t)run->steps + 1, sizeof *tokens);
+  if (!tokens) K3_FAIL(K3_ERR_INPUT, "%s: no memory for %lld tokens", run->path, (long long)run->steps);
+  K3Status status = k3_run_reader_tokens(run, tokens);
+  if (status == K3_OK) status = print_text("prompt text", tokenizer, run->prompt, run->prompt_count);
+  if (status == K3_OK) status = print_text("decoded text", tokenizer, tokens, run->steps);
+  free(tokens);
+  return status;
+}
+
+K3Status k3_info_run(const char *path, const char *tokenizer)
 {
   K3RunReader *run = NULL;
   K3_TRY(k3_run_reader_open(path, &run));
   k3_info_run_description(run);
   K3Status status = k3_info_run_result(run);
+  if (status == K3_OK && tokenizer) status = print_texts(run, tokenizer);
   k3_run_reader_close(run);
   return status;
 }

@@ -8,8 +8,9 @@
 enum { K3_INFO_PATIENCE_S = 30 };
 
 /* Prints what is in a run file: what ran, its speed and spread, its phases, what was unusual, its plan.
- * Errors: K3_ERR_INPUT (unreadable, damaged). */
-K3Status k3_info_run(const char *path);
+ * `tokenizer`: directory of a tokenizer for prompt and decoded tokens as text; NULL: ids alone.
+ * Errors: K3_ERR_INPUT (unreadable, damaged; no such tokenizer). */
+K3Status k3_info_run(const char *path, const char *tokenizer);
 
 /* The parts of that page. `description`: what ran; `result`: what came of it, so far. */
 void k3_info_run_description(const K3RunReader *run);

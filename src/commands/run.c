@@ -14,6 +14,7 @@
 #include "commands/progress.h"
 #include "commands/resume.h"
 #include "commands/session.h"
+#include "commands/text.h"
 #include "config.h"
 #include "decode/decode.h"
 #include "decode/interrupt.h"
@@ -29,6 +30,8 @@ static const char usage[] =
   "\n"
   "  --prompt 1,2,3         token ids\n"
   "  --prompt-file F        text file of ids, or HDF5 with /prompt/token_ids or /token_ids (a run file will do)\n"
+  "  --prompt-text TEXT     text, encoded with --tokenizer\n"
+  "  --tokenizer DIR        a checkpoint's directory with tiktoken.model; the decoded text is printed too\n"
   "  --steps N              tokens to decode (default 16); 0 with --snapshot: read the prompt alone\n"
   "  --output RUN.h5        run file; without it the tokens are only printed\n"
   "  --overwrite            replace RUN.h5\n"
@@ -42,7 +45,7 @@ static const char usage[] =
   "  --attention split|unsplit|core|tensor  how the cache is attended to (default split: as the planner chooses)\n";
 
 typedef struct {
-  const char *model, *prompt, *prompt_file, *output;
+  const char *model, *prompt, *prompt_file, *prompt_text, *tokenizer, *output;
   int64_t steps, context;
   int overwrite;
   K3LogitsKind logits;
@@ -94,6 +97,8 @@ static K3Status parse_option(int letter, const char *value, RunOptions *options)
   switch (letter) {
   case 'p': options->prompt = value; return K3_OK;
   case 'f': options->prompt_file = value; return K3_OK;
+  case 'x': options->prompt_text = value; return K3_OK;
+  case 'T': options->tokenizer = value; return K3_OK;
   case 'n': return k3_parse_count(value, "--steps", 0, INT32_MAX, &options->steps);
   case 'S': options->keep.snapshot = value; return K3_OK;
   case 'E': return k3_parse_count(value, "--snapshot-every", 1, INT32_MAX, &options->keep.every);
@@ -111,9 +116,11 @@ static K3Status parse_option(int letter, const char *value, RunOptions *options)
 static K3Status check_options(const Run *run)
 {
   const RunOptions *options = &run->options;
-  if (options->prompt && options->prompt_file)
-    K3_FAIL(K3_ERR_USAGE, "--prompt and --prompt-file exclude each other");
-  if (!options->prompt && !options->prompt_file && !options->context && !options->keep.resume && !options->keep.proceed)
+  int prompts = (options->prompt != NULL) + (options->prompt_file != NULL) + (options->prompt_text != NULL);
+  if (prompts > 1) K3_FAIL(K3_ERR_USAGE, "--prompt, --prompt-file and --prompt-text exclude each other");
+  if (options->prompt_text && !options->tokenizer)
+    K3_FAIL(K3_ERR_USAGE, "--prompt-text wants --tokenizer DIR, a checkpoint's directory with tiktoken.model");
+  if (!prompts && !options->context && !options->keep.resume && !options->keep.proceed)
     K3_FAIL(K3_ERR_USAGE, "a prompt is missing: give --prompt 1,2,3 or --prompt-file F (with --context N it may be left out: token 0)");
   K3_TRY(k3_resume_check(&options->keep, &options->session, options->context, options->steps, options->output));
   return k3_session_check(&options->session, run->comm);
@@ -123,6 +130,7 @@ static K3Status parse_options(int argc, char **argv, Run *run, int *help)
 {
   static const struct option names[] = {
     {"prompt", required_argument, 0, 'p'}, {"prompt-file", required_argument, 0, 'f'},
+    {"prompt-text", required_argument, 0, 'x'}, {"tokenizer", required_argument, 0, 'T'},
     {"steps", required_argument, 0, 'n'},  {"output", required_argument, 0, 'o'},
     {"overwrite", no_argument, 0, 'w'},    {"logits", required_argument, 0, 'l'},
     {"context", required_argument, 0, 'c'}, {"attention", required_argument, 0, 'A'},
@@ -167,6 +175,26 @@ static K3Status save_snapshot(void *context, int64_t fed)
 
 /* --- stages ------------------------------------------------------------------------------------------ */
 
+/* Rank 0: the prompt as text, through the tokenizer. */
+static K3Status encode_prompt(const RunOptions *options, int64_t **prompt, int64_t *count)
+{
+  char *ids = NULL;
+  K3_TRY(k3_text_encode(options->tokenizer, options->prompt_text, &ids));
+  K3Status status = k3_prompt_parse(ids, "--prompt-text", prompt, count);
+  free(ids);
+  return status;
+}
+
+/* Rank 0: what was decoded, as text. */
+static K3Status print_text(const char *tokenizer, const int64_t *tokens, int64_t count)
+{
+  char *text = NULL;
+  K3_TRY(k3_text_decode(tokenizer, tokens, count, &text));
+  printf("text: %s\n", text);
+  free(text);
+  return K3_OK;
+}
+
 /* Rank 0 reads the prompt; the others are told. *count may be 0 where a snapshot holds tokens. The caller frees *prompt. */
 static K3Status share_prompt(Run *run, int64_t **prompt, int64_t *count)
 {
@@ -175,6 +203,7 @@ static K3Status share_prompt(Run *run, int64_t **prompt, int64_t *count)
   K3Status status = K3_OK;
   if (comm->rank == 0) {
     if (options->prompt_file) status = k3_prompt_read(options->prompt_file, prompt, count);
+    else if (options->prompt_text) status = encode_prompt(options, prompt, count);
     else if (options->prompt) status = k3_prompt_parse(options->prompt, "--prompt", prompt, count);
     else if (options->context && !run->resume.from) status = k3_prompt_parse("0", "--prompt", prompt, count);
   }
@@ -371,7 +400,10 @@ static K3Status decode(Run *run, int *signal)
   if (run->resume.to)
     printf("snapshot: %s at position %lld\n", run->resume.to,
            (long long)(k3_resume_position(&run->resume) + result.fed));
-  return K3_OK;
+  if (!run->options.tokenizer) return K3_OK;
+  status = print_text(run->options.tokenizer, run->resume.tokens + known, run->resume.count - known);
+  if (status != K3_OK) fprintf(stderr, "k3decode: %s\n", k3_status_message()); /* the run itself is whole */
+  return status;
 }
 
 static void release(Run *run)

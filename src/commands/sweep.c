@@ -26,7 +26,7 @@ static const char usage[] =
     "                         cache-band:context, cache-band:none\n"
     "  --steps N              timed steps of a block (default 16)\n"
     "  --repeats R            A B B A so many times, at least 2 (default 5)\n"
-    "  --output SWEEP.h5      all times and what follows from them; jobs/plot_sweep.py draws it\n"
+    "  --output SWEEP.h5      all times and what follows from them; k3decode report draws it\n"
     "  --overwrite            replace SWEEP.h5\n";
 
 enum { MAX_CONTEXTS = 64 };

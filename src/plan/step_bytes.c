@@ -2,7 +2,7 @@
 #include "plan/step_bytes.h"
 
 const char *const k3_step_part_names[K3_STEP_PARTS] = {
-  [K3_STEP_TRUNK] = "trunk", [K3_STEP_EXPERTS] = "experts", [K3_STEP_CACHE] = "cache", [K3_STEP_STATE] = "state"};
+    [K3_STEP_TRUNK] = "trunk", [K3_STEP_EXPERTS] = "experts", [K3_STEP_CACHE] = "cache", [K3_STEP_STATE] = "state"};
 
 void k3_plan_step_bytes(const K3Plan *plan, int rank, const K3Config *config, const K3TensorTable *table,
                         const K3Type *types, int64_t positions, int64_t cache_bytes, int64_t bytes[K3_STEP_PARTS])
@@ -19,7 +19,9 @@ void k3_plan_step_bytes(const K3Plan *plan, int rank, const K3Config *config, co
     else if (band.count[0] > 0) bytes[K3_STEP_TRUNK] += held / band.count[0];
   }
   bytes[K3_STEP_EXPERTS] =
-    config->num_experts > 0 ? (int64_t)((double)experts * (double)config->num_experts_per_token / (double)config->num_experts) : 0;
+      config->num_experts > 0
+          ? (int64_t)((double)experts * (double)config->num_experts_per_token / (double)config->num_experts)
+          : 0;
   bytes[K3_STEP_CACHE] = k3_config_count_layers(config, K3_LAYER_MLA) * k3_plan_cache_rows(plan, rank, positions) *
                          k3_config_cache_width(config) * cache_bytes;
   bytes[K3_STEP_STATE] = 2 * k3_config_count_layers(config, K3_LAYER_KDA) * (heads.end - heads.begin) *
