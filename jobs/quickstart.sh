@@ -4,7 +4,7 @@
 #
 #   jobs/quickstart.sh
 #
-# Leaves build/ and output/tiny.h5, output/quickstart.h5 (git ignores all three). May be run again: it overwrites its
+# Leaves build/ and output/tiny.h5, output/quickstart.h5, output/quickstart.html (git ignores all of them). May be run again: it overwrites its
 # own outputs. Environment: RANKS (8), STEPS (32), PROMPT (token ids, comma-separated).
 # An installed copy uses the installed k3decode and writes to ./output.
 set -eu
@@ -27,7 +27,7 @@ else
 fi
 
 mkdir -p output
-rm -f output/tiny.h5 output/tiny.h5.partial output/quickstart.h5
+rm -f output/tiny.h5 output/tiny.h5.partial output/quickstart.h5 output/quickstart.html
 
 # Eight ranks on whatever cores there are: one thread each, no binding; a container's root is let through.
 OMP_NUM_THREADS=1
@@ -50,3 +50,5 @@ show() {
 show "$k3decode" synth tiny --output output/tiny.h5
 show mpirun "$@" -n "$ranks" "$k3decode" run output/tiny.h5 --prompt "$prompt" --steps "$steps" --output output/quickstart.h5
 show "$k3decode" info output/quickstart.h5
+echo
+show "$k3decode" report output/quickstart.h5 --output output/quickstart.html --overwrite || echo "quickstart: no page was drawn, all else is there" >&2

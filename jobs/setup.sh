@@ -4,14 +4,15 @@
 #   jobs/setup.sh
 #
 # Elsewhere it names the packages, and goes on when the compiler, MPI and HDF5 are found.
-# Environment: K3_SETUP_TESTS=0 leaves out what only the tests use.
+# Environment: K3_SETUP_TESTS=0 leaves out what only the tests use, and the libraries of report and text.
 set -eu
 
 # without these nothing is built
 required='build-essential autoconf automake pkg-config openmpi-bin libopenmpi-dev libhdf5-dev'
 # hdf5-tools looks into run files, libjson-c-dev serves import
 optional='hdf5-tools libjson-c-dev'
-tests='libcmocka-dev python3-numpy python3-h5py python3-pytest python3-matplotlib python3-jsonschema clang valgrind'
+# python3-h5py and python3-matplotlib serve the command report too
+tests='libcmocka-dev python3-numpy python3-h5py python3-pytest python3-matplotlib python3-jsonschema python3-pip clang valgrind'
 [ "${K3_SETUP_TESTS:-1}" = 0 ] || optional="$optional $tests"
 
 note() { echo "setup: $*" >&2; }
@@ -21,6 +22,19 @@ absent() {
   for package; do
     [ "$(dpkg-query -W -f '${db:Status-Status}' "$package" 2>/dev/null || :)" = installed ] || printf ' %s' "$package"
   done
+}
+
+# The tokenizer library of the command text, which Debian has not. Without it that command says how to get it.
+install_tiktoken() {
+  [ "${K3_SETUP_TESTS:-1}" != 0 ] && [ "$(id -u)" -eq 0 ] || return 0
+  python=/usr/bin/python3 # the one that the packages above serve
+  "$python" -m pip --version >/dev/null 2>&1 || return 0
+  "$python" -c 'import tiktoken' 2>/dev/null && return 0
+  pip="timeout 300 $python -m pip install -q --retries 1 --timeout 20"
+  # --break-system-packages: unknown to the pip of older systems, wanted by that of newer ones
+  # shellcheck disable=SC2086 # a command and words
+  $pip --root-user-action=ignore --break-system-packages tiktoken >&2 || $pip tiktoken >&2 ||
+    note 'pip could not install tiktoken; going on without (k3decode text, run --prompt-text)'
 }
 
 # What the required packages bring, however it came here.
@@ -55,7 +69,10 @@ fi
 missing_required=$(absent $required)
 # shellcheck disable=SC2086
 missing_optional=$(absent $optional)
-[ -n "$missing_required$missing_optional" ] || exit 0
+[ -n "$missing_required$missing_optional" ] || {
+  install_tiktoken
+  exit 0
+}
 
 if [ "$(id -u)" -eq 0 ]; then
   as_root='env'
@@ -82,3 +99,4 @@ note "installing$missing_required$missing_optional"
 }
 [ -z "$missing_required" ] || go_on_or_fail 'apt-get could not install all' "$missing_required$missing_optional"
 [ -z "$missing_optional" ] || note "going on without$missing_optional"
+install_tiktoken

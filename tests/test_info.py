@@ -92,6 +92,46 @@ def test_phases_of_a_captured_step_are_said_to_be_untimed(plain, tmp_path):
     assert "not timed" in out and "attn_kda" not in out
 
 
+def counted(model, positions):
+    """trunk, experts, cache, state of one rank, from the datasets of a model file alone."""
+    with h5py.File(model) as file:
+        sizes, config = {}, dict(file["config"].attrs)
+        layer_types = file["config/layer_types"][:]
+        file.visititems(lambda name, item: sizes.update({name: item.size * item.dtype.itemsize}) if hasattr(item, "dtype") else None)
+    held = {name: size for name, size in sizes.items() if not name.startswith(("config", "codebooks"))}
+    experts = sum(size for name, size in held.items() if "/experts_" in name)
+    embed = held.pop("embed")
+    trunk = sum(held.values()) - experts + embed // config["vocab_size"]
+    mla = int(layer_types.sum())
+    cache = mla * positions * (config["kv_lora_rank"] + config["qk_rope_head_dim"]) * 4
+    state = 2 * (len(layer_types) - mla) * config["num_heads"] * config["kda_head_dim"]**2 * 4
+    return [trunk, experts * config["num_experts_per_token"] // config["num_experts"], cache, state]
+
+
+@pytest.mark.parametrize("recipe", ["tiny", "tiny:trunk=q8_0,experts=mxfp4"])
+def test_bytes_of_a_step_are_those_of_the_model_file(tmp_path, recipe):
+    model = tmp_path / "model.h5"
+    k3("synth", recipe, "--output", model)
+    k3("run", model, "--backend", "host", "--context", 100, "--prompt", "1,2", "--steps", 3, "--output", tmp_path / "run.h5")
+    with h5py.File(tmp_path / "run.h5") as run:
+        moved = run["timings/step_bytes"]
+        assert [name.decode() for name in run["timings/step_bytes_names"]] == ["trunk", "experts", "cache", "state"]
+        positions = int(moved.attrs["positions"])
+        assert positions == 100 + 2 + 3 - 2                 # of four tokens fed, three before the last step
+        assert moved[0].tolist() == counted(model, positions)
+
+
+@needs_mpirun
+def test_bytes_of_the_ranks_are_the_parts_of_the_whole(tmp_path):
+    """What is dealt out adds up; only what every rank holds counts more than once."""
+    words = ("run", "synth:tiny", "--backend", "host", "--context", 300, "--steps", 2, "--logits", "none", "--overwrite", "--output")
+    k3(*words, tmp_path / "one.h5")
+    k3(*words, tmp_path / "four.h5", ranks=4)
+    one, four = (h5py.File(tmp_path / f"{name}.h5")["timings/step_bytes"][:] for name in ("one", "four"))
+    assert four.sum(axis=0)[1:].tolist() == one[0, 1:].tolist()
+    assert one[0, 0] < four[:, 0].sum() < 1.5 * one[0, 0]
+
+
 # ---------------------------------------------------------------- what was unusual
 
 def unusual(path):

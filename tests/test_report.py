@@ -123,11 +123,17 @@ def test_tables_hold_the_numbers_of_the_sweep(folder, tmp_path):
     with h5py.File(folder / "sweep.h5") as sweep:
         curve, contexts = sweep["curve/step_ms"][:], sweep["contexts"][:]
         difference, above = sweep["curve/difference_ms"][:], sweep["curve/above_floor"][:]
+        moved = sweep["curve/step_bytes"][:].sum(axis=2)
     rows = page.tables["curve"][1:]
     assert [int(row[0]) for row in rows] == [context for context in contexts for _ in range(2)]
     assert np.array([[float(cell) for cell in row[2:7]] for row in rows]) == pytest.approx(curve.reshape(-1, 5), abs=6e-5)
     for row, value, real in zip(page.tables["differences"][1:], difference, above):
         assert float(row[1]) == pytest.approx(value, abs=6e-5) and (row[3] == "no difference") == (not real)
+
+
+    for row, gigabytes, median in zip(page.tables["bytes"][1:], moved.ravel() / 1e9, curve[:, :, 0].ravel()):
+        assert float(row[2]) == pytest.approx(gigabytes, rel=1e-5) and float(row[3]) == pytest.approx(gigabytes / 4.5, abs=6e-5)
+        assert float(row[4].rstrip("%")) == pytest.approx(100 * gigabytes / 4.5 / median, abs=6e-3)
 
 
 # ---------------------------------------------------------------- the figures
@@ -166,9 +172,11 @@ def test_roofline_point_and_line(folder):
 def test_depth_curve_draws_both_arms_and_marks_what_is_no_difference(folder):
     sweep = report_data.read(str(folder / "sweep.h5"))
     sweep.above = np.array([True, False])
-    upper, lower = drawn(report_figures.draw_depth, sweep)
+    upper, lower = drawn(report_figures.draw_depth, sweep, 4.5)
     curves = [container.lines[0].get_ydata().tolist() for container in upper.containers]
     assert curves == [sweep.statistics["median"][:, arm].tolist() for arm in (0, 1)]
+    (floor,) = [line for line in upper.lines if "TB/s" in line.get_label()]
+    assert floor.get_ydata() == pytest.approx(sweep.step_bytes[:, 0] / 4.5e9)
     filled, hollow = lower.lines[:2]
     assert filled.get_xdata().tolist() == [8] and hollow.get_xdata().tolist() == [70] and hollow.get_fillstyle() == "none"
 

@@ -58,6 +58,7 @@ typedef struct {
   K3Backend *backend;
   K3Sweep sweep;
   int64_t touched[K3_PHASE_COUNT];
+  int64_t step_bytes[MAX_CONTEXTS][K3_SWEEP_ARMS][K3_STEP_PARTS];
   char *devices, *command, start_time[32], kind[64], versions[512];
   K3ProgressBar bar;
 } Run;
@@ -199,6 +200,25 @@ static K3Status open_backend(Run *run)
                                  &run->backend_options, &run->backend);
 }
 
+/* What a step must move at each context, on the rank that must move most (of a slice: on its own). */
+static void count_bytes(Run *run)
+{
+  const K3SessionOptions *session = &run->options.session;
+  int first = session->slice_world ? session->slice_rank : 0,
+      last = session->slice_world ? first : run->comm->world - 1;
+  for (int64_t c = 0; c < run->contexts; c++)
+    for (int a = 0; a < K3_SWEEP_ARMS; a++) {
+      int64_t most = -1;
+      for (int r = first; r <= last; r++) {
+        int64_t bytes[K3_STEP_PARTS], sum = 0;
+        k3_plan_step_bytes(&run->plan[a], r, &run->source->config, &run->source->table, run->source->types,
+                           run->context[c], run->backend->cache_bytes, bytes);
+        for (int part = 0; part < K3_STEP_PARTS; part++) sum += bytes[part];
+        if (sum > most) most = sum, memcpy(run->step_bytes[c][a], bytes, sizeof bytes);
+      }
+    }
+}
+
 /* Arms that exist here; at least one must. */
 static K3Status open_sweep(Run *run)
 {
@@ -211,6 +231,7 @@ static K3Status open_sweep(Run *run)
   }
   sweep->base = sweep->lack[0] != NULL;
   for (int p = 0; p < K3_PHASE_COUNT; p++) run->touched[p] = k3_sweep_touches((K3Phase)p);
+  count_bytes(run);
   if (sweep->lack[0] && sweep->lack[1])
     K3_FAIL(K3_ERR_INPUT, "--arms %s: neither exists here: %s", run->options.arms, sweep->lack[0]);
   if (run->options.session.slice_world)
@@ -227,6 +248,7 @@ static K3SweepInfo info_of(const Run *run)
                        .versions = run->versions,
                        .model = run->options.model,
                        .backend = run->backend->name,
+                       .step_bytes = run->step_bytes[0][0],
                        .devices = run->devices ? run->devices : "",
                        .command = run->command,
                        .start_time = run->start_time,

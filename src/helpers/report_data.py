@@ -64,6 +64,7 @@ class Sweep(File):
     floor: np.ndarray           # [C] noise floor
     difference: np.ndarray      # [C] B - A
     above: np.ndarray           # [C] bool: the difference is no noise
+    step_bytes: np.ndarray      # [C, 2] on the busiest rank; None: not recorded
 
 
 def read_run(path, attributes, file):
@@ -88,7 +89,8 @@ def read_sweep(path, attributes, file):
     return Sweep(path, os.path.basename(path), attributes, file["contexts"][()], texts(file["arms/names"]),
                  texts(file["arms/missing_because"]), attention,
                  {name: cells[:, :, k] for k, name in enumerate(names)},
-                 file["curve/floor_ms"][()], file["curve/difference_ms"][()], file["curve/above_floor"][()].astype(bool))
+                 file["curve/floor_ms"][()], file["curve/difference_ms"][()], file["curve/above_floor"][()].astype(bool),
+                 file["curve/step_bytes"][()].sum(axis=2) if "step_bytes" in file["curve"] else None)
 
 
 READERS = {"k3decode-run": read_run, "k3decode-sweep": read_sweep}

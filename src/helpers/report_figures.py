@@ -24,9 +24,10 @@ class Figure:
 
 # ---------------------------------------------------------------- sweeps
 
-def draw_depth(figure, sweep):
-    """Upper panel: median time of a step over cached positions, p10 to p90 as bars, the noise floor as a band. Lower panel:
-    B - A with the same band around zero; filled marks lie outside it, hollow ones are no difference."""
+def draw_depth(figure, sweep, bandwidth):
+    """Upper panel: median time of a step over cached positions, p10 to p90 as bars, the noise floor as a band, and what the
+    bytes of arm A's step need at `bandwidth` TB/s. Lower panel: B - A with the same band around zero; filled marks lie outside
+    it, hollow ones are no difference."""
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     contexts, floor = sweep.contexts, sweep.floor
     base = 0 if not sweep.missing[0] else 1
@@ -40,6 +41,9 @@ def draw_depth(figure, sweep):
                   np.maximum(sweep.statistics["p90"][:, arm] - median, 0)]
         upper.errorbar(contexts, median, yerr=spread, color=colour, marker="o", markersize=4, capsize=3,
                        label=f"{'AB'[arm]} {sweep.arms[arm]}")
+    if sweep.step_bytes is not None:
+        upper.plot(contexts, sweep.step_bytes[:, base] * 1e-9 / bandwidth, "--", color="0.4", linewidth=1,
+                   label=f"its bytes at {bandwidth:g} TB/s")
     upper.set_ylim(bottom=0)
     upper.set_ylabel("step, ms")
     upper.legend()
@@ -133,7 +137,7 @@ def bandwidth_share(run, bandwidth):
 def make(parts, bandwidth):
     """The figures that these files give."""
     runs = [part for part in parts if isinstance(part, Run)]
-    figures = [Figure(f"Depth curve: {sweep.label}", lambda at, sweep=sweep: draw_depth(at, sweep), (7.5, 6.5))
+    figures = [Figure(f"Depth curve: {sweep.label}", lambda at, sweep=sweep: draw_depth(at, sweep, bandwidth), (7.5, 6.5))
                for sweep in parts if isinstance(sweep, Sweep)]
     figures += [Figure(f"Step times: {run.label}", lambda at, run=run: draw_steps(at, run), (7.5, 3.2)) for run in runs]
     timed = [run for run in runs if run.phases_timed]

@@ -61,7 +61,7 @@ def run_tables(run, bandwidth):
     return page
 
 
-def sweep_tables(sweep):
+def sweep_tables(sweep, bandwidth):
     names = list(sweep.statistics)
     rows = [(context, f"{'AB'[arm]} {sweep.arms[arm]}", *(f"{sweep.statistics[name][c, arm]:.4f}" for name in names),
              sweep.attention[c, arm])
@@ -74,13 +74,20 @@ def sweep_tables(sweep):
                       [(context, f"{difference:+.4f}", f"{floor:.4f}", "" if above else "no difference") for
                        context, difference, floor, above in zip(sweep.contexts, sweep.difference, sweep.floor, sweep.above)],
                       "differences")
+    if sweep.step_bytes is not None:
+        median = sweep.statistics["median"]
+        page += table(("positions", "arm", "must move, GB", f"ms at {bandwidth:g} TB/s", "share of that rate"),
+                      [(context, "AB"[arm], f"{moved * 1e-9:.6g}", f"{moved * 1e-9 / bandwidth:.4f}",
+                        f"{moved * 1e-9 / bandwidth / median[c, arm]:.2%}")
+                       for c, context in enumerate(sweep.contexts) for arm, moved in enumerate(sweep.step_bytes[c])
+                       if not sweep.missing[arm]], "bytes")
     return page
 
 
 def page(parts, figures, bandwidth):
     body = "".join(f"<h2>{html.escape(figure.title)}</h2>\n{report_figures.svg(figure)}\n" for figure in figures)
     for part in parts:
-        body += about(part) + (run_tables(part, bandwidth) if isinstance(part, Run) else sweep_tables(part))
+        body += about(part) + (run_tables(part, bandwidth) if isinstance(part, Run) else sweep_tables(part, bandwidth))
     title = "k3decode: " + ", ".join(part.label for part in parts)
     return (f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{html.escape(title)}</title>\n'
             f"<style>{STYLE}</style>\n</head>\n<body>\n<h1>{html.escape(title)}</h1>\n{body}</body>\n</html>\n")

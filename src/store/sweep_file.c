@@ -132,12 +132,12 @@ static K3Status put_times(const char *path, hid_t file, const K3SweepInfo *info,
                              "tokens chosen in an arm's first block; -1: no such arm");
 }
 
-static K3Status put_derived(const char *path, hid_t file, const K3Sweep *sweep)
+static K3Status put_derived(const char *path, hid_t file, const K3SweepInfo *info, const K3Sweep *sweep)
 {
   static const char *const names[K3_SWEEP_STATISTICS] = {"median", "min", "max", "p10", "p90"};
   hsize_t C = (hsize_t)sweep->contexts, P = (hsize_t)sweep->phases, S = K3_SWEEP_STATISTICS;
   hsize_t cells[] = {C, K3_SWEEP_ARMS, S}, repeats[] = {C, (hsize_t)sweep->repeats},
-          control[] = {C, K3_SWEEP_WHENS, K3_SWEEP_ARMS, P};
+          control[] = {C, K3_SWEEP_WHENS, K3_SWEEP_ARMS, P}, bytes[] = {C, K3_SWEEP_ARMS, K3_STEP_PARTS};
   K3_TRY(k3_hdf5_put_group(path, file, "/curve"));
   K3_TRY(k3_hdf5_put_texts(path, file, "/curve/statistic_names", 1, &S, names));
   K3_TRY(k3_hdf5_put_numbers(path, file, "/curve/step_ms", 1, 3, cells, sweep->statistic_ms, "ms",
@@ -167,6 +167,10 @@ static K3Status put_derived(const char *path, hid_t file, const K3Sweep *sweep)
   K3_TRY(k3_hdf5_put_numbers(path, file, "/curve/depth_floor_ms", 1, 2, cells, sweep->depth_floor_ms, "ms",
                              "context, arm",
                              "floors of both contexts + how far the control phases moved between them"));
+  K3_TRY(k3_hdf5_put_texts(path, file, "/curve/step_bytes_names", 1, &bytes[2], k3_step_part_names));
+  K3_TRY(k3_hdf5_put_numbers(path, file, "/curve/step_bytes", 0, 3, bytes, info->step_bytes, "byte",
+                             "context, arm, part",
+                             "what a step must move through the busiest rank's memory, by the plan (not measured)"));
   return k3_hdf5_put_numbers(path, file, "/curve/control_ms", 1, 4, control, sweep->control_ms, "ms",
                              "context, before and after, arm, phase", "medians of /timings/phase_ms");
 }
@@ -182,7 +186,7 @@ static K3Status fill(const char *path, hid_t file, const void *context)
   K3_TRY(put_description(path, file, content->info, content->sweep));
   K3_TRY(put_arms(path, file, content->sweep));
   K3_TRY(put_times(path, file, content->info, content->sweep));
-  return put_derived(path, file, content->sweep);
+  return put_derived(path, file, content->info, content->sweep);
 }
 
 K3Status k3_sweep_file_check(const char *path, int overwrite)

@@ -8,6 +8,7 @@
 
 #include "base/status.h"
 #include "plan/config.h"
+#include "plan/step_bytes.h"
 
 #define K3_SWEEP_FORMAT "k3decode-sweep"
 
@@ -70,6 +71,7 @@ typedef struct {
   int64_t seed, capacity;
   const char *const *phase_names;
   const int64_t *phase_touched; /* [P] 1: the arms differ in it */
+  const int64_t *step_bytes;    /* [C, arms, K3_STEP_PARTS] that a step must move on the busiest rank (k3_plan_step_bytes) */
   int overwrite;
 } K3SweepInfo;
 
