@@ -30,7 +30,7 @@ install_tiktoken() {
   python=/usr/bin/python3 # the one that the packages above serve
   "$python" -m pip --version >/dev/null 2>&1 || return 0
   "$python" -c 'import tiktoken' 2>/dev/null && return 0
-  pip="timeout 300 $python -m pip install -q --retries 1 --timeout 20"
+  pip="timeout 120 $python -m pip install -q --retries 1 --timeout 20"
   # --break-system-packages: unknown to the pip of older systems, wanted by that of newer ones
   # shellcheck disable=SC2086 # a command and words
   $pip --root-user-action=ignore --break-system-packages tiktoken >&2 || $pip tiktoken >&2 ||

@@ -219,6 +219,30 @@ def test_h5diff_finds_two_synthetic_models_equal_and_one_of_another_seed_not(fol
     assert run_tool("h5diff", folder / "synth.h5", tmp_path / "other.h5").returncode == 1
 
 
+# ---------------------------------------------------------------- layout
+
+def test_chunks_are_as_documented(folder):
+    """A row of the logits a chunk, at most 8 KiB of anything else, no filter."""
+    with h5py.File(folder / "run_all.h5") as file:
+        vocabulary = int(file["config"].attrs["vocab_size"])
+        assert file["decode/logits"].chunks[1] == vocabulary
+        for name in ("decode/token_ids", "timings/step_ms", "timings/rank_step_ms", "timings/phase_ms"):
+            assert np.prod(file[name].chunks) * file[name].dtype.itemsize <= 8192
+        file.visititems(lambda name, item: pytest.fail(name) if isinstance(item, h5py.Dataset) and
+                        (item.compression or item.shuffle) else None)
+
+
+def test_layout_table_can_be_made_again(folder):
+    script = TESTS.parent / "jobs" / "run_file_layout.py"
+    done = run_tool(sys.executable, script, folder / "run_all.h5", "--repeats", 1)
+    assert done.returncode == 0, done
+    rows = [re.split(r"  +", line) for line in done.stdout.splitlines() if not line.startswith("#")]
+    kept = (TESTS.parent / "output" / "reference" / "run_file_layout.txt").read_text()
+    assert rows[1][0] == "chosen" and len(rows) == 14
+    assert all(row[0] in kept for row in rows)
+    assert run_tool(sys.executable, script, folder / "run_none.h5").returncode == 3
+
+
 # ---------------------------------------------------------------- what the documents say
 
 def python_examples(path):

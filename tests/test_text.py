@@ -60,6 +60,11 @@ def test_text_survives_the_round_trip(tokenizer, text):
     assert b"".join(bytes([i]) if i < 256 else WORDS[i - 256].encode() for i in ids).decode() == text
 
 
+def test_half_a_character_or_a_nul_does_not_hide_the_rest(tokenizer):
+    half = "é".encode()[0]
+    assert decode(tokenizer, [half, ord("a"), 0, ord("b")]) == "\ufffda\ufffdb"
+
+
 def test_special_tokens_have_their_own_ids(tokenizer):
     assert encode(tokenizer, "[BOS]hello<|im_end|>") == [264, 259, 270]
     assert encode(tokenizer, "<|reserved_token_265|>") == [265]

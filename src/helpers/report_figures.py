@@ -13,6 +13,7 @@ from report_data import Run, Sweep      # noqa: E402
 matplotlib.rcParams.update({"svg.hashsalt": "k3decode", "svg.fonttype": "path", "font.size": 9})
 
 FEWEST_BINS, MOST_BINS = 12, 80
+MOST_MARKS = 2000       # more would make a vector file of megabytes: they become a picture in it
 
 
 @dataclasses.dataclass
@@ -75,7 +76,8 @@ def draw_steps(figure, run):
     left.set_xlabel("step, ms")
     left.set_ylabel("steps")
     left.legend()
-    right.plot(np.arange(len(run.step_ms)), run.step_ms, ".", markersize=3, color="tab:blue")
+    right.plot(np.arange(len(run.step_ms)), run.step_ms, ".", markersize=3, color="tab:blue",
+               rasterized=len(run.step_ms) > MOST_MARKS)
     right.axhline(run.quantile(0.5), color="tab:orange", linewidth=0.8)
     right.set_ylim(0, 1.05 * run.step_ms.max())
     right.set_xlabel("step")

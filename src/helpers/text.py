@@ -138,8 +138,8 @@ def decode(tokenizer):
             pieces.append(tokenizer.decode_single_token_bytes(int(word)))
         except (ValueError, KeyError, OverflowError):
             fail(f"id {word[:40]} (place {place}) is none of the tokenizer's: wanted 0 to {tokenizer.n_vocab - 1}")
-    # a cut in the middle of a character must not hide the rest
-    sys.stdout.buffer.write(b"".join(pieces).decode(errors="replace").encode())
+    # neither a cut in the middle of a character nor a NUL, at which C ends a text, may hide the rest
+    sys.stdout.buffer.write(b"".join(pieces).decode(errors="replace").replace("\0", "\ufffd").encode())
 
 
 def main():
