@@ -11,7 +11,7 @@
 #include "base/clock.h"
 #include "commands/info_run.h"
 
-enum { POLL_MS = 100, BATCH = 256 };
+enum { POLL_MS = 100, SETTLED_S = 3, BATCH = 256 };
 
 typedef enum { WRITER_HOLDS, WRITER_GONE, WRITER_UNKNOWN } Writer;
 
@@ -39,8 +39,9 @@ void k3_info_wait_for_file(const char *path, double patience)
     struct stat info;
     K3FileKind kind = k3_run_reader_recognise(path);
     int opens = kind != K3_FILE_UNREADABLE && kind != K3_FILE_NOT_HDF5 && kind != K3_FILE_DAMAGED;
-    int given_up = stat(path, &info) == 0 && info.st_size > 0 && find_writer(path) != WRITER_HOLDS;
-    if (opens || given_up || k3_clock_ms() >= end) return;
+    /* by age, not by the lock: to ask for the lock could take it from a writer that is just making the file */
+    int settled = stat(path, &info) == 0 && info.st_size > 0 && time(NULL) - info.st_mtime >= SETTLED_S;
+    if (opens || settled || k3_clock_ms() >= end) return;
     pause_ms(POLL_MS);
   }
 }
@@ -63,7 +64,7 @@ static K3Status print_steps(K3RunReader *run, int64_t *shown)
 }
 
 /* Nothing came for `patience` seconds. Errors: K3_ERR_INPUT when waiting on is useless, or blind. */
-static K3Status judge_silence(const K3RunReader *run, double patience)
+static K3Status judge_silence(K3RunReader *run, double patience)
 {
   switch (find_writer(run->path)) {
   case WRITER_HOLDS:
@@ -71,6 +72,8 @@ static K3Status judge_silence(const K3RunReader *run, double patience)
             patience, run->path);
     return K3_OK;
   case WRITER_GONE:
+    K3_TRY(k3_run_reader_refresh(run)); /* it may have ended since */
+    if (strcmp(run->ending, "running") != 0) return K3_OK;
     K3_FAIL(K3_ERR_INPUT,
             "%s: no step for %.0f s and no process holds the file: its writer died. The %lld whole steps are good; "
             "k3decode "

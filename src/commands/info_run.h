@@ -16,8 +16,8 @@ K3Status k3_info_run(const char *path, const char *tokenizer);
 void k3_info_run_description(const K3RunReader *run);
 K3Status k3_info_run_result(K3RunReader *run);
 
-/* Returns when `path` opens as an HDF5 file, when it has content that no writer holds, or after `patience` seconds: a run
- * may be followed before its file is there. */
+/* Returns when `path` opens as an HDF5 file, when it has content that does not change, or after `patience` seconds: a run may
+ * be followed before its file is there. */
 void k3_info_wait_for_file(const char *path, double patience);
 
 /* Prints a run's description, a line for each step as it comes, and, when the run has ended, its result. After `patience`
