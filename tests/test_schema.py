@@ -266,6 +266,15 @@ def test_h5py_example_of_the_readme_runs(folder, tmp_path):
             assert f"{run['timings/phase_ms'][:steps].mean(axis=(0, 1)).max():.3f} ms" in done.stdout
 
 
+def test_first_screen_quotes_the_run_that_is_kept():
+    """Every line of the README's transcript stands in output/reference/quickstart.txt."""
+    text = (TESTS.parent / "README.md").read_text()
+    block = text[text.index("    $ mpirun --oversubscribe"):text.index("## The main job")]
+    kept = (TESTS.parent / "output" / "reference" / "quickstart.txt").read_text().splitlines()
+    quoted = [line[4:] for line in block.splitlines() if line.startswith("    ") and line.strip() != "…"]
+    assert len(quoted) > 8 and [line for line in quoted if line not in kept] == []
+
+
 @pytest.mark.parametrize("name", ("run_all", "run_top3", "sweep"))
 def test_readme_names_every_dataset(folder, name):
     text = (TESTS.parent / "output" / "README.md").read_text()
