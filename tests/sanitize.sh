@@ -44,9 +44,13 @@ fail() {
 }
 
 # ---- building -------------------------------------------------------------------------------------------------
-cat >"$scratch/config.h" <<'END'
+cat >"$scratch/config.h" <<END
 #define PACKAGE_VERSION "sanitized"
 #define HAVE_JSON_C 1
+#define K3_BUILD_DIR "$scratch"
+#define K3_HELPER_DIR "$top/src/helpers"
+#define K3_HELPER_SOURCE_DIR "$top/src/helpers"
+#define K3_PYTHON "${PYTHON:-}"
 END
 
 build() { # build NAME FLAG…
@@ -102,6 +106,8 @@ on 2 run "synth:$small,trunk=bf16,kda_head_dim=20" --context 130 --steps 2 --out
 on 1 run small.h5 --prompt 1 --steps 2 --slice 1/4 --output slice.h5
 try 0 "$k3" compare one.h5 two.h5 --max-mean-kl 1e-9
 try 0 "$k3" info one.h5
+try 0 "$k3" info --follow two.h5
+try 3 "$k3" text encode --tokenizer nowhere text
 try 3 "$k3" run small.h5 --prompt 1,101 --output bad.h5
 try 3 "$k3" run small.h5 --prompt 1,,2
 try 3 "$mpirun" -n 2 "$k3" run small.h5 --prompt 1 --output one.h5

@@ -11,6 +11,8 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include "config.h"
+
 extern char **environ;
 
 enum { MAX_WORDS = 512 };
