@@ -36,11 +36,13 @@ def folder(tmp_path_factory):
         k3("run", SMALL, "--backend", "host", "--prompt", "1,2,3", "--steps", 5, "--logits", kind, "--output",
            at / f"run_{kind.replace(':', '')}.h5")
     k3("run", SMALL, "--backend", "host", "--context", 9, "--slice", "1/2", "--steps", 2, "--output", at / "run_slice.h5")
+    k3("run", SMALL, "--backend", "host", "--prompt", "1,2,3", "--steps", 0, "--snapshot", at / "snapshot.h5")
+    k3("run", SMALL, "--backend", "host", "--resume", at / "snapshot.h5", "--prompt", 4, "--steps", 2, "--output", at / "run_resumed.h5")
     k3("sweep", SMALL, "--backend", "host", "--contexts", "8,70", "--steps", 3, "--repeats", 2, "--output", at / "sweep.h5")
     return at
 
 
-KINDS = ("synth", "blocks", "import", "run_all", "run_none", "run_top3", "run_slice", "sweep")
+KINDS = ("synth", "blocks", "import", "run_all", "run_none", "run_top3", "run_slice", "run_resumed", "snapshot", "sweep")
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -125,6 +127,12 @@ CONTROLS = [
     ("run_none", "/decode/extra", add("decode/extra")),
     ("run_top3", "axis top", replace("decode/top_logits", lambda x: x[:, :-1])),
     ("run_slice", "kind", attribute("/", "kind", "piece 1/2")),
+    ("run_resumed", "resumed_from", attribute("/", "resumed_from")),
+    ("snapshot", "axis position", replace("state/cache", lambda x: x[:, :-1])),
+    ("snapshot", "axis kda_head_dim", replace("state/kda", lambda x: x[..., :-1])),
+    ("snapshot", "/state/conv", drop("state/conv")),
+    ("snapshot", "units", attribute("token_ids", "units", "byte")),
+    ("snapshot", "cache_type", attribute("/", "cache_type", "q8_0")),
     ("sweep", "axes, wanted", replace("timings/step_ms", lambda x: x[0])),
     ("sweep", "axis contexts", replace("curve/floor_ms", lambda x: x[:1])),
     ("sweep", "/arms/names", drop("arms/names")),
@@ -275,7 +283,7 @@ def test_first_screen_quotes_the_run_that_is_kept():
     assert len(quoted) > 8 and [line for line in quoted if line not in kept] == []
 
 
-@pytest.mark.parametrize("name", ("run_all", "run_top3", "sweep"))
+@pytest.mark.parametrize("name", ("run_all", "run_top3", "run_resumed", "snapshot", "sweep"))
 def test_readme_names_every_dataset(folder, name):
     text = (TESTS.parent / "output" / "README.md").read_text()
     missing = []

@@ -64,6 +64,7 @@ void k3_info_run_description(const K3RunReader *run)
   else printf("logits           %s\n", run->logits == K3_LOGITS_ALL ? "all of each step" : "none");
   if (run->first_context > 0)
     printf("context          %lld synthetic positions before the prompt\n", (long long)run->first_context);
+  if (run->resumed_from[0]) printf("resumed from     %s, whose tokens begin the prompt\n", run->resumed_from);
   print_tokens("prompt", run->prompt, run->prompt_count);
 }
 

@@ -212,7 +212,7 @@ static void count_bytes(Run *run)
       for (int r = first; r <= last; r++) {
         int64_t bytes[K3_STEP_PARTS], sum = 0;
         k3_plan_step_bytes(&run->plan[a], r, &run->source->config, &run->source->table, run->source->types,
-                           run->context[c], run->backend->cache_bytes, bytes);
+                           run->context[c], k3_cache_type_bytes(run->backend->cache_type), bytes);
         for (int part = 0; part < K3_STEP_PARTS; part++) sum += bytes[part];
         if (sum > most) most = sum, memcpy(run->step_bytes[c][a], bytes, sizeof bytes);
       }

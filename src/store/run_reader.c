@@ -310,6 +310,8 @@ done:
 static K3Status get_optional(K3RunReader *run)
 {
   hid_t file = run->state->file, dataset;
+  run->resumed_from = find_text_attribute(file, "resumed_from");
+  if (!run->resumed_from && !(run->resumed_from = calloc(1, 1))) K3_FAIL(K3_ERR_INPUT, "%s: no memory", run->path);
   if (H5Lexists(file, "/timings/phase_names", H5P_DEFAULT) > 0)
     K3_TRY(get_names(run, "/timings/phase_names", &run->phase_names, &run->phases));
   if (H5Lexists(file, "/timings/step_bytes", H5P_DEFAULT) <= 0) return K3_OK;
@@ -555,7 +557,7 @@ void k3_run_reader_close(K3RunReader *run)
   free(run->step_bytes);
   free(run->prompt);
   char *texts[] = {run->program_version, run->model, run->backend, run->devices, run->command, run->start_time,
-                   run->kind, run->plan, run->ending};
+                   run->kind, run->plan, run->ending, run->resumed_from};
   for (size_t i = 0; i < sizeof texts / sizeof texts[0]; i++) free(texts[i]);
   free(run);
 }

@@ -29,6 +29,7 @@ typedef struct {
   char *program_version, *model, *backend, *devices, *command, *start_time, *kind, *plan, *ending; /* never NULL */
   uint64_t model_digest;
   int64_t ranks, first_context;
+  char *resumed_from;           /* the snapshot that the run went on from; "": none. Never NULL */
   K3LogitsKind logits;
   int64_t top;                  /* K of top:K */
   K3Config config;              /* checked */
