@@ -10,6 +10,7 @@ import h5py
 import numpy as np
 import pytest
 
+import test_tune
 from harness import SEED, TESTS, k3, needs_mpirun, show_seed
 
 pytest.importorskip("jsonschema", reason="needs jsonschema (Debian: python3-jsonschema)")
@@ -148,6 +149,26 @@ def test_damage_is_found_control(folder, tmp_path, name, phrase, change):
         change(file)
     found = validate_h5.faults(path, SCHEMA)
     assert found and any(phrase in fault for fault in found), found
+
+
+UNITS = {"heads": "head", "heads_per_pass": "head", "rows": "row", "tile_rows": "row", "rows_from": "row", "rows_to": "row",
+         "shared_bytes": "byte", "gbs": "GB/s", **dict.fromkeys(test_tune.REAL[:-1], "ms")}
+
+
+@pytest.mark.parametrize("phrase, change", [
+    (None, lambda file: None), ("/trials/chosen", drop("trials/chosen")), ("'head' was expected", attribute("trials/heads", "units", "row")),
+    ("axis trials", replace("trials/slices", lambda x: x[:-1])), ("int64", replace("trials/rows", lambda x: x.astype(np.float64))),
+    ("kernels", attribute("/", "kernels")), ("cache", attribute("/", "cache", "f8"))])
+def test_tuning_file_and_its_controls(tmp_path, phrase, change):
+    """tests/test_tuning.c checks what the program writes; tuning itself wants a GPU."""
+    path = tmp_path / "tune.h5"
+    test_tune.write_tuning(path)
+    with h5py.File(path, "r+") as file:
+        for name in (*test_tune.WHOLE, *test_tune.REAL):
+            file[f"trials/{name}"].attrs.update(dict(units=UNITS.get(name, "1"), axes="trial", meaning="as in tuning_file.c"))
+        change(file)
+    found = validate_h5.faults(path, SCHEMA)
+    assert (phrase is None and found == []) or (phrase and any(phrase in fault for fault in found)), found
 
 
 def test_script_says_what_is_wrong(folder, tmp_path):

@@ -6,6 +6,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <cmocka.h>
@@ -247,6 +248,18 @@ static void write_file(K3AttentionTrial *t, int64_t count)
   free(content);
 }
 
+/* The file at `path` against doc/file_schema.json, where Python and jsonschema are there (make check says which Python). */
+static void check_schema(void)
+{
+  const char *python = getenv("PYTHON"), *source = getenv("srcdir");
+  char command[1024];
+  if (!python || !python[0] || !source) return;
+  snprintf(command, sizeof command, "'%s' -B '%s/jobs/validate_h5.py' '%s'", python, source, path);
+  int ended = system(command);
+  if (WIFEXITED(ended) && WEXITSTATUS(ended) == 4) return; /* no jsonschema: it said so */
+  assert_int_equal(ended, 0);
+}
+
 static void test_file_keeps_everything(void **state)
 {
   (void)state;
@@ -254,6 +267,7 @@ static void test_file_keeps_everything(void **state)
   K3TuningFile *read;
   t[1].planned = t[1].step = 1;
   write_file(t, 2);
+  check_schema();
   assert_int_equal(k3_run_reader_recognise(path), K3_FILE_TUNING);
   assert_int_equal(k3_tuning_file_read(path, &read), K3_OK);
   assert_string_equal(read->version, "1.2.3");

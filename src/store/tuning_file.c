@@ -27,15 +27,15 @@ typedef struct {
 
 static const Column columns[] = {
     WHOLE(kernel, NULL, "slice kernel: 0 for CUDA cores, 1 for tensor cores"),
-    WHOLE(heads, "heads", "heads that the rank attends for"),
-    WHOLE(rows, "rows", "cached rows of the rank"),
-    WHOLE(heads_per_pass, "heads", "width of the kernel: heads that one pass over the cache serves"),
-    WHOLE(tile_rows, "rows", "rows of a tile"),
+    WHOLE(heads, "head", "heads that the rank attends for"),
+    WHOLE(rows, "row", "cached rows of the rank"),
+    WHOLE(heads_per_pass, "head", "width of the kernel: heads that one pass over the cache serves"),
+    WHOLE(tile_rows, "row", "rows of a tile"),
     WHOLE(passes, NULL, "passes over the cache"),
     WHOLE(slices, NULL, "slices that the rows are cut into"),
     WHOLE(blocks, NULL, "grid: passes x slices"),
     WHOLE(registers, NULL, "registers a thread"),
-    WHOLE(shared_bytes, "bytes", "shared memory a block"),
+    WHOLE(shared_bytes, "byte", "shared memory a block"),
     WHOLE(blocks_per_sm, NULL, "blocks resident on a multiprocessor"),
     REAL(slice_ms, "ms", "the slice kernel, median"),
     REAL(slice_p10, "ms", "the slice kernel, 10th percentile"),
@@ -47,8 +47,8 @@ static const Column columns[] = {
     WHOLE(planned, NULL, "1: what the planner takes by itself"),
     WHOLE(step, NULL, "1: fewer resident blocks than the next narrower width (occupancy step)"),
     WHOLE(chosen, NULL, "1: plans of rows_from to rows_to rows take this one"),
-    WHOLE(rows_from, "rows", "first row count that the chosen one serves, 0 of the others"),
-    WHOLE(rows_to, "rows", "last row count that the chosen one serves, 0 of the others"),
+    WHOLE(rows_from, "row", "first row count that the chosen one serves, 0 of the others"),
+    WHOLE(rows_to, "row", "last row count that the chosen one serves, 0 of the others"),
 };
 enum { COLUMNS = sizeof columns / sizeof columns[0] };
 
