@@ -4,7 +4,8 @@
 #
 #   jobs/parity.sh [OUTPUT.txt]
 #
-# Environment: MODEL (synth:k3:num_layers=5,num_experts=64), WORLDS ("1 2 4 8"), STEPS (16), PROMPT.
+# Environment: MODEL (synth:k3:num_layers=5,num_experts=64), WORLDS ("1 2 4 8"), STEPS (16), PROMPT, OPTIONS of `k3decode run`
+# (--activations f32); K3DECODE a program in the place of the one built here, K3_START what starts RANKS COMMAND… (mpirun).
 # About six minutes on two cores. Exit status: 0 all agree, 1 one does not, else what run or compare gave.
 set -eu
 
@@ -15,9 +16,14 @@ prompt=${PROMPT:-163839,17,4242}
 
 root=$(cd "$(dirname "$0")/.." && pwd)
 cd "$root"
-jobs/setup.sh
-jobs/build.sh
-k3decode=${K3_BUILD_DIR:-$root/build}/k3decode
+if [ -z "${K3DECODE:-}" ]; then
+  jobs/setup.sh
+  jobs/build.sh
+fi
+k3decode=${K3DECODE:-${K3_BUILD_DIR:-$root/build}/k3decode}
+start_by_mpirun() { mpirun --oversubscribe --bind-to none -n "$@"; }
+start=${K3_START:-start_by_mpirun}
+options=${OPTIONS:---activations f32}
 output=${1:-output/parity.txt}
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
@@ -29,7 +35,7 @@ if [ "$(id -u)" -eq 0 ]; then
 fi
 
 {
-  echo "# command: jobs/parity.sh (MODEL=$model WORLDS=\"$worlds\" STEPS=$steps PROMPT=$prompt)"
+  echo "# command: jobs/parity.sh (MODEL=$model WORLDS=\"$worlds\" STEPS=$steps PROMPT=$prompt OPTIONS=\"$options\")"
   echo "# program: $("$k3decode" --version | head -n 1); date: $(date -u +%Y-%m-%d)"
   echo "# device: $(sed -n 's/^model name[^:]*: //p' /proc/cpuinfo | head -n 1), $cores cores"
 } | tee "$output"
@@ -37,8 +43,9 @@ fi
 first=
 for world in $worlds; do
   threads=$((cores / world > 0 ? cores / world : 1))
-  OMP_NUM_THREADS=$threads mpirun --oversubscribe --bind-to none -n "$world" "$k3decode" run "$model" \
-    --prompt "$prompt" --steps "$steps" --output "$scratch/$world.h5"
+  # shellcheck disable=SC2086 # a list of words
+  OMP_NUM_THREADS=$threads $start "$world" "$k3decode" run "$model" \
+    --prompt "$prompt" --steps "$steps" $options --output "$scratch/$world.h5"
   if [ -z "$first" ]; then
     first=$world
     continue

@@ -1,0 +1,266 @@
+"""The batch scripts in a real Slurm that the test starts on this machine (tests/slurm_cluster.sh): jobs complete, a job that its
+time limit cuts is requeued and gives the tokens of an undisturbed one, and what cannot be done is refused. Also the shell scripts
+beside them: jobs/bind.sh and jobs/node.sh.
+
+    /usr/bin/python3 -m pytest tests/test_slurm.py      (environment: see tests/harness.py)
+"""
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import time
+
+import h5py
+import numpy as np
+import pytest
+
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+import harness          # noqa: E402
+from harness import K3DECODE, SEED, SETTINGS, TESTS   # noqa: E402
+
+ROOT = TESTS.parent
+MODEL = f"synth:tiny:seed={SEED}"
+HOST = ("--backend", "host")
+
+
+def words(*command, env=None, timeout=60, cwd=None):
+    return subprocess.run([str(word) for word in command], stdin=subprocess.DEVNULL, capture_output=True, text=True,
+                          env={**os.environ, **SETTINGS, **(env or {})}, timeout=timeout, cwd=cwd)
+
+
+class Cluster:
+    """A started Slurm and the folder that jobs are submitted from."""
+
+    def __init__(self, folder, work):
+        self.folder, self.work = folder, work
+        self.env = {"SLURM_CONF": str(folder / "slurm.conf"), "K3DECODE": K3DECODE, "K3_ROOT": str(ROOT)}
+
+    def submit(self, script, *arguments, options=(), env=None):
+        options = ("--cpus-per-task=2",) if script == "import.sbatch" else ("--ntasks-per-node=2", *options)
+        result = words("sbatch", "--parsable", *options, ROOT / "jobs" / script, *arguments,
+                       env={**self.env, **(env or {})}, cwd=self.work)
+        assert result.returncode == 0, result
+        return result.stdout.strip()
+
+    def show(self, job):
+        text = words("scontrol", "-o", "show", "job", job, env=self.env).stdout
+        return dict(re.findall(r"(\w+)=(\S+)", text))
+
+    def wait(self, job, timeout=90.0):
+        """Until the job has ended for good: what Slurm says of it, and what it printed."""
+        end = time.monotonic() + timeout
+        while time.monotonic() < end:
+            state = self.show(job)
+            if state.get("JobState") in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"):
+                return state, self.printed(job)
+            time.sleep(0.2)
+        pytest.fail(f"job {job} has not ended: {self.show(job)}\n{self.printed(job)}")
+
+    def printed(self, job):
+        return "".join(path.read_text() for path in self.work.glob(f"*-{job}.out"))
+
+    def run(self, script, *arguments, **more):
+        return self.wait(self.submit(script, *arguments, **more))
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    folder = pathlib.Path(tmp_path_factory.mktemp("slurm", numbered=True)) / "cluster"    # a short path: munge's socket is in it
+    started = words("sh", TESTS / "slurm_cluster.sh", "start", folder, timeout=100)
+    if started.returncode == 77:
+        pytest.skip(started.stdout.strip().removeprefix("skipped: "))
+    assert started.returncode == 0, started.stdout
+    try:
+        yield Cluster(folder, tmp_path_factory.mktemp("work"))
+    finally:
+        words("sh", TESTS / "slurm_cluster.sh", "stop", folder)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    path = tmp_path_factory.mktemp("undisturbed") / "run.h5"
+    return harness.decode(MODEL, path, steps=12, ranks=1)
+
+
+def ended_well(state, printed):
+    assert state["JobState"] == "COMPLETED" and state["ExitCode"] == "0:0", (state, printed)
+
+
+# ---------------------------------------------------------------- jobs that complete
+
+@pytest.mark.parametrize("launcher", ["srun", "mpirun"])
+def test_decode_job(cluster, undisturbed, launcher):
+    state, printed = cluster.run("decode.sbatch", MODEL, "--prompt", "1,2,3", "--steps", "12", *HOST,
+                                 env={"K3_LAUNCHER": launcher, "K3_OUTPUT": f"output/by-{launcher}"})
+    ended_well(state, printed)
+    with h5py.File(cluster.work / f"output/by-{launcher}.h5") as run:
+        assert run.attrs["ranks"] == 2
+        assert list(run["decode/token_ids"]) == list(undisturbed.tokens[:12])
+    assert (cluster.work / f"output/by-{launcher}.snapshot.h5").exists()
+
+
+def test_sweep_job(cluster):
+    state, printed = cluster.run("sweep.sbatch", "synth:tiny", "--contexts", "128,256", "--steps", "2", "--repeats", "2", *HOST)
+    ended_well(state, printed)
+    assert "verdict" in printed
+    assert h5py.is_hdf5(cluster.work / f"output/sweep-{state['JobId']}.h5")
+
+
+def test_parity_job(cluster):
+    state, printed = cluster.run("parity.sbatch", "synth:tiny", env={"WORLDS": "1 2", "STEPS": "4", "PROMPT": "1,2"})
+    ended_well(state, printed)
+    text = (cluster.work / f"output/parity-{state['JobId']}.txt").read_text()
+    assert "1 rank(s) against 2" in text and "mean KL" in text
+
+
+def test_import_job(cluster):
+    checkpoint = TESTS / "fixtures" / "public_k3" / "mxfp4"
+    state, printed = cluster.run("import.sbatch", checkpoint, "imported.h5")
+    ended_well(state, printed)
+    assert words(K3DECODE, "info", cluster.work / "imported.h5").returncode == 0
+
+
+# ---------------------------------------------------------------- the time limit
+
+def all_tokens(cluster, name):
+    """The tokens of the run files NAME.h5, NAME.2.h5 … in order, and how many files there are."""
+    paths = sorted(cluster.work.glob(f"{name}*.h5"), key=lambda path: (len(path.name), path.name))
+    paths = [path for path in paths if "snapshot" not in path.name]
+    tokens = []
+    for path in paths:
+        with h5py.File(path) as run:
+            tokens += list(run["decode/token_ids"][: int(run["decode/steps"][()])])
+    return tokens, len(paths)
+
+
+def test_time_limit_requeues_and_goes_on(cluster, tmp_path):
+    """Slurm's own signal before a limit of one minute cuts the job after some seconds; it is requeued and ends with the tokens of
+    an undisturbed run."""
+    steps = 3000
+    whole = harness.decode(MODEL, tmp_path / "whole.h5", steps=steps, ranks=1, timeout=120.0).tokens
+    job = cluster.submit("decode.sbatch", MODEL, "--prompt", "1,2,3", "--steps", steps, *HOST, "--logits", "none",
+                         options=["--time=1", "--signal=B:USR1@58"], env={"K3_OUTPUT": "output/cut"})
+    state, printed = cluster.wait(job, timeout=240.0)
+    ended_well(state, printed)
+    assert int(state["Restarts"]) >= 1 and "requeued, to go on from" in printed, (state, printed)
+    tokens, files = all_tokens(cluster, "output/cut")
+    assert files == int(state["Restarts"]) + 1
+    assert tokens == list(whole)
+
+
+def test_stopped_without_requeue(cluster):
+    """K3_REQUEUE=0: the signal ends the job, its file holds whole steps, and the snapshot is there."""
+    job = cluster.submit("decode.sbatch", MODEL, "--prompt", "1,2,3", "--steps", 100000, *HOST, "--logits", "none",
+                         env={"K3_OUTPUT": "output/stopped", "K3_REQUEUE": "0"})
+    end = time.monotonic() + 60
+    while not (cluster.work / "output/stopped.h5").exists() and time.monotonic() < end:
+        time.sleep(0.2)
+    words("scancel", "--batch", "--signal=USR1", job, env=cluster.env)
+    state, printed = cluster.wait(job)
+    assert state["JobState"] == "FAILED" and state["Restarts"] == "0", (state, printed)
+    assert (cluster.work / "output/stopped.snapshot.h5").exists(), printed
+    tokens, files = all_tokens(cluster, "output/stopped")
+    assert files == 1 and 0 < len(tokens) < 100000
+
+
+# ---------------------------------------------------------------- what is refused
+
+@pytest.mark.parametrize("script, arguments, env, sentence", [
+    ("decode.sbatch", (), {}, "which model?"),
+    ("decode.sbatch", (MODEL, "--output", "x.h5"), {}, "K3_OUTPUT"),
+    ("sweep.sbatch", (), {}, "which model?"),
+    ("import.sbatch", ("one",), {}, "from where to where?"),
+    ("parity.sbatch", ("one", "two"), {}, "one model"),
+    ("decode.sbatch", (MODEL,), {"K3_LAUNCHER": "telnet"}, "srun or mpirun"),
+    ("decode.sbatch", (MODEL,), {"K3_ROOT": "/nowhere"}, "no checkout"),
+])
+def test_refused(cluster, script, arguments, env, sentence):
+    state, printed = cluster.run(script, *arguments, env=env)
+    assert state["JobState"] == "FAILED" and state["ExitCode"] == "2:0", (state, printed)
+    assert sentence in printed
+
+
+@pytest.mark.parametrize("script", ["decode.sbatch", "sweep.sbatch", "import.sbatch", "parity.sbatch"])
+def test_without_slurm(script):
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+    result = subprocess.run(["bash", str(ROOT / "jobs" / script), MODEL], capture_output=True, text=True,
+                            env={**environment, "K3_ROOT": str(ROOT)}, timeout=20)
+    assert result.returncode == 2 and "sbatch" in result.stderr
+
+
+def test_a_failure_is_the_jobs(cluster):
+    state, printed = cluster.run("decode.sbatch", "nosuch.h5", "--prompt", "1", *HOST)
+    assert state["JobState"] == "FAILED" and state["ExitCode"] == "3:0" and "nosuch.h5" in printed, (state, printed)
+
+
+# ---------------------------------------------------------------- a shell on a node
+
+@pytest.fixture
+def machine(tmp_path):
+    """A made-up node: three GPUs of which the first two stand by one set of cores, seen through PATH and K3_SYSFS."""
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        pytest.skip("needs two processor cores")
+    places = {"0f": f"{cores[0]},{cores[1]}", "2d": f"{cores[0]},{cores[1]}", "44": "4000-4003"}
+    program = tmp_path / "nvidia-smi"
+    lines = [f"{index}, GPU-{place}aaaa, 00000000:{place.upper()}:00.0" for index, place in enumerate(places)]
+    program.write_text("#!/bin/sh\n[ \"$1\" = -L ] && exec printf 'GPU 0: x\\nGPU 1: x\\nGPU 2: x\\n'\ncat <<END\n"
+                       + "\n".join(lines) + "\nEND\n")
+    program.chmod(0o755)
+    for place, local in places.items():
+        device = tmp_path / "sys" / "bus" / "pci" / "devices" / f"0000:{place}:00.0"
+        device.mkdir(parents=True)
+        (device / "local_cpulist").write_text(local + "\n")
+    return cores, {"PATH": f"{tmp_path}:{os.environ['PATH']}", "K3_SYSFS": str(tmp_path / "sys"), "K3_VERBOSE": "1"}
+
+
+def bound(env, rank, ranks=3, **more):
+    result = words("sh", ROOT / "jobs" / "bind.sh", sys.executable, "-c", "import os; print(sorted(os.sched_getaffinity(0)))",
+                   env={**env, "OMPI_COMM_WORLD_LOCAL_RANK": str(rank), "OMPI_COMM_WORLD_LOCAL_SIZE": str(ranks), **more})
+    assert result.returncode == 0, result
+    return eval(result.stdout), result.stderr
+
+
+def test_ranks_are_bound_to_the_cores_of_their_gpu(machine):
+    cores, env = machine
+    assert bound(env, 0)[0] == [cores[0]] and bound(env, 1)[0] == [cores[1]]    # two ranks share two cores
+    assert bound(env, 0, ranks=1)[0] == cores[:2]
+    assert bound(env, 0, ranks=1, CUDA_VISIBLE_DEVICES="1")[0] == cores[:2]
+
+
+def test_without_known_cores_nothing_is_bound(machine):
+    cores, env = machine
+    for rank, sentence in ((2, "too few"), (3, "not known")):
+        where, said = bound(env, rank)
+        assert where == cores and sentence in said
+    where, said = bound({**env, "K3_SYSFS": "/nowhere"}, 0)
+    assert where == cores and "not known" in said
+
+
+@harness.needs_mpirun
+def test_node(tmp_path):
+    environment = {"K3DECODE": K3DECODE, "RANKS": "2"}
+    if shutil.which("nvidia-smi"):
+        pytest.skip("this machine has GPUs: jobs/gpu_check.sh runs there")
+    result = words("bash", ROOT / "jobs" / "node.sh", MODEL, "--prompt", "1,2,3", "--steps", "3", cwd=tmp_path, env=environment)
+    assert result.returncode == 0 and re.search(r"^ranks +2,", result.stdout, re.M), result
+    assert len(list((tmp_path / "output").glob("node-*.h5"))) == 1
+
+
+@pytest.mark.parametrize("env, arguments, status, sentence", [
+    ({"RANKS": "two"}, (MODEL,), 2, "no number"),
+    ({}, (MODEL,), 4, "no GPU"),
+    ({"RANKS": "2", "SLURM_JOB_ID": "1", "SLURM_NNODES": "2"}, (MODEL,), 2, "decode.sbatch"),
+    ({"RANKS": "2"}, ("nosuch.h5", "--prompt", "1"), 3, "nosuch.h5"),
+    ({"K3DECODE": "/nowhere", "PATH": "/usr/bin:/bin"}, (MODEL,), 2, "K3DECODE"),
+])
+def test_node_refuses(tmp_path, env, arguments, status, sentence):
+    result = words("bash", ROOT / "jobs" / "node.sh", *arguments, cwd=tmp_path, env={"K3DECODE": K3DECODE, **env})
+    assert result.returncode == status and sentence in result.stderr, result
+
+
+def test_node_refuses_more_ranks_than_gpus(machine, tmp_path):
+    result = words("bash", ROOT / "jobs" / "node.sh", MODEL, cwd=tmp_path, env={**machine[1], "K3DECODE": K3DECODE, "RANKS": "4"})
+    assert result.returncode == 4 and "4 ranks, but 3 GPUs" in result.stderr, result
