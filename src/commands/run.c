@@ -427,8 +427,7 @@ static K3Status stages(Run *run, int *signal)
   const K3SessionOptions *session = &run->options.session;
   if (session->slice_world)
     K3_TRY(k3_comm_agree(run->comm, k3_comm_open_local(session->slice_rank, session->slice_world, &run->ranks)));
-  K3_TRY(k3_comm_agree(run->comm, k3_source_open(run->options.model, &run->source)));
-  K3_TRY(k3_session_same_model(run->comm, run->source));
+  K3_TRY(k3_session_open_model(run->comm, run->options.model, &run->source));
   K3_TRY(k3_resume_open(run->comm, &run->options.keep, run->source, run->options.context, &run->resume));
   K3_TRY(k3_session_plan(session, session->cache_band, run->comm, run->ranks, run->source, &run->plan));
   K3_TRY(settle_tokens(run));

@@ -1,6 +1,7 @@
 /* See session.h. Layer: commands. */
 #include "commands/session.h"
 
+#include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -9,6 +10,7 @@
 
 #include "commands/numbers.h"
 #include "commands/progress.h"
+#include "store/digest.h"
 
 /* --- options ----------------------------------------------------------------------------------------- */
 
@@ -142,18 +144,21 @@ K3Status k3_session_same_words(K3Comm *comm, int count, char **words)
 {
   char *mine = k3_session_join(count, words), *first = NULL;
   int64_t length = mine ? (int64_t)strlen(mine) + 1 : 0;
-  K3Status status = k3_comm_agree(comm, mine ? K3_OK : k3_status_fail(K3_ERR_INPUT, __FILE__, __LINE__, "no memory for the command line"));
+  K3Status status = k3_comm_agree(
+      comm, mine ? K3_OK : k3_status_fail(K3_ERR_INPUT, __FILE__, __LINE__, "no memory for the command line"));
   if (status == K3_OK) status = comm->broadcast(comm, &length, 1, K3_ELEMENT_I64, 0);
   if (status == K3_OK) {
     first = calloc((size_t)length, 1);
     if (first && comm->rank == 0) memcpy(first, mine, (size_t)length);
-    status = k3_comm_agree(comm, first ? K3_OK : k3_status_fail(K3_ERR_INPUT, __FILE__, __LINE__, "no memory for the command line"));
+    status = k3_comm_agree(
+        comm, first ? K3_OK : k3_status_fail(K3_ERR_INPUT, __FILE__, __LINE__, "no memory for the command line"));
   }
   if (status == K3_OK) status = comm->broadcast(comm, first, length, K3_ELEMENT_BYTE, 0);
   if (status == K3_OK) {
     if (strcmp(first, mine) != 0)
       status = k3_status_fail(K3_ERR_USAGE, __FILE__, __LINE__,
-                              "started with '%.300s' here and with '%.300s' on rank 0: give all ranks the same options", mine, first);
+                              "started with '%.300s' here and with '%.300s' on rank 0: give all ranks the same options",
+                              mine, first);
     status = k3_comm_agree(comm, status);
   }
   free(first);
@@ -178,7 +183,41 @@ int k3_session_same_file(const char *a, const char *b)
   return stat(a, &one) == 0 && stat(b, &two) == 0 && one.st_dev == two.st_dev && one.st_ino == two.st_ino;
 }
 
-K3Status k3_session_same_model(K3Comm *comm, const K3Source *source)
+static K3Status digest_of_program(uint64_t *digest)
+{
+  static const char path[] = "/proc/self/exe";
+  static unsigned char piece[1 << 16];
+  FILE *file = fopen(path, "rb");
+  if (!file)
+    K3_FAIL(K3_ERR_INPUT, "%s: cannot open this program's own file to compare it between the ranks: %s", path,
+            strerror(errno));
+  *digest = K3_DIGEST_START;
+  for (size_t bytes; (bytes = fread(piece, 1, sizeof piece, file)) > 0;)
+    *digest = k3_digest_bytes(*digest, piece, bytes);
+  int failed = ferror(file);
+  fclose(file);
+  if (failed) K3_FAIL(K3_ERR_INPUT, "%s: cannot read this program's own file to compare it between the ranks", path);
+  return K3_OK;
+}
+
+static K3Status check_program(K3Comm *comm)
+{
+  if (comm->world == 1) return K3_OK;
+  uint64_t digest = 0;
+  K3_TRY(k3_comm_agree(comm, digest_of_program(&digest)));
+  int64_t first = (int64_t)digest;
+  K3_TRY(comm->broadcast(comm, &first, 1, K3_ELEMENT_I64, 0));
+  K3Status status = K3_OK;
+  if (first != (int64_t)digest)
+    status = k3_status_fail(
+        K3_ERR_INPUT, __FILE__, __LINE__,
+        "this is not the k3decode that rank 0 runs (digest %016llx here, %016llx there): install the same "
+        "build on all hosts",
+        (unsigned long long)digest, (unsigned long long)first);
+  return k3_comm_agree(comm, status);
+}
+
+static K3Status check_model(K3Comm *comm, const K3Source *source)
 {
   int64_t first = (int64_t)source->digest;
   K3_TRY(comm->broadcast(comm, &first, 1, K3_ELEMENT_I64, 0));
@@ -189,6 +228,13 @@ K3Status k3_session_same_model(K3Comm *comm, const K3Source *source)
                             "replaced, or does this host hold another copy? Give all ranks the same file",
                             source->origin, (unsigned long long)source->digest, (unsigned long long)first);
   return k3_comm_agree(comm, status);
+}
+
+K3Status k3_session_open_model(K3Comm *comm, const char *model, K3Source **source)
+{
+  K3_TRY(check_program(comm));
+  K3_TRY(k3_comm_agree(comm, k3_source_open(model, source)));
+  return check_model(comm, *source);
 }
 
 K3Status k3_session_plan(const K3SessionOptions *options, K3CacheBand cache_band, K3Comm *comm, const K3Comm *ranks,

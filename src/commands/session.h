@@ -65,9 +65,10 @@ K3Status k3_session_start_time(char text[32]);
 
 int k3_session_same_file(const char *a, const char *b);
 
-/* All ranks must see one model: a file replaced while the ranks start, or different on another host, would
- * decode nonsense. Errors: K3_ERR_INPUT. */
-K3Status k3_session_same_model(K3Comm *comm, const K3Source *source);
+/* Opens `model` on all ranks, which must run one build of this program (another host may have another under the same path) and
+ * see one model: a file replaced while the ranks start, or different on another host, would decode nonsense.
+ * Errors: those of k3_source_open; K3_ERR_INPUT naming the rank and host that differ. */
+K3Status k3_session_open_model(K3Comm *comm, const char *model, K3Source **source);
 
 /* Plans for `ranks`, with the cache band given. Errors: those of k3_plan_make. */
 K3Status k3_session_plan(const K3SessionOptions *options, K3CacheBand cache_band, K3Comm *comm, const K3Comm *ranks,

@@ -311,8 +311,7 @@ static K3Status stages(Run *run, int *signal)
   const K3SessionOptions *session = &run->options.session;
   if (session->slice_world)
     K3_TRY(k3_comm_agree(run->comm, k3_comm_open_local(session->slice_rank, session->slice_world, &run->ranks)));
-  K3_TRY(k3_comm_agree(run->comm, k3_source_open(run->options.model, &run->source)));
-  K3_TRY(k3_session_same_model(run->comm, run->source));
+  K3_TRY(k3_session_open_model(run->comm, run->options.model, &run->source));
   K3_TRY(k3_comm_agree(run->comm, check_contexts(run)));
   for (int a = 0; a < K3_SWEEP_ARMS; a++)
     K3_TRY(k3_session_plan(session, run->arm[a].band, run->comm, run->ranks, run->source, &run->plan[a]));
