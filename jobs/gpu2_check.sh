@@ -8,10 +8,11 @@
 # Environment: K3DECODE and COMM_CHECK the programs (default: built into build-gpu); K3MPIRUN what starts ranks (mpirun
 # --bind-to none); OUT a folder for logs (default: output/gpu2_check); K3_PARALLEL runs at a time where nothing is timed (4);
 # K3_WAYS ways of communicating ("nccl device"); K3_LIMIT_S seconds after which no new run begins (none).
+# shellcheck disable=SC2086,SC2046,SC2016,SC2013,SC2030,SC2031 # lists of words are split on purpose; inner shells expand and set
 set -u
 
 root=$(cd "$(dirname "$0")/.." && pwd)
-cd "$root"
+cd "$root" || exit 1
 out=${OUT:-$root/output/gpu2_check}
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
@@ -105,9 +106,9 @@ if wanted comm; then
   done
   if [ "$ways" = 'nccl device' ]; then
     digests=$(sed -n 's/^# digest of all checksums //p' "$out/comm-nccl.log" "$out/comm-device.log" | sort | uniq -c | awk '{print $1, $2}')
-    row 1ways 'comm_check: device = nccl, every bit' "$(case $digests in '2 '*) echo ok ;; *) echo FAIL ;; esac)" "digests: $(echo $digests)"
+    row 1ways 'comm_check: device = nccl, every bit' "$(case $digests in '2 '*) echo ok ;; *) echo FAIL ;; esac)" "digests: ${digests//$'\n'/, }"
   fi
-  ways=$(echo $good) # nothing more by a way that fails here
+  ways=${good% } # nothing more by a way that fails here
   case " $ways " in *" device "*)
     note 'comm device, delay inside the round'
     K3_COMM=device K3_TEST_COMM_SPIN_NS=20000 timeout 40 $mpirun -n 2 $COMM_CHECK --check >"$out/comm-inside.log" 2>&1 </dev/null
@@ -130,7 +131,7 @@ if wanted cost; then
       for way in slice $ways; do
         [ "$(($(date +%s) - begin))" -ge "$limit" ] && continue
         ranks="$mpirun -n 2" options="--backend cuda"
-        [ $way = slice ] && ranks= options='--slice 0/2'
+        [ $way = slice ] && ranks='' options='--slice 0/2'
         K3_COMM=$([ $way = slice ] || echo $way) K3_VERBOSE=1 timeout 40 $ranks $K3DECODE run "$model" $options --context $context \
           --prompt 1 --steps 48 --logits none --output "$work/cost.h5" --overwrite >"$out/cost-$context-$way-$n.log" 2>&1 </dev/null
         code=$?
@@ -162,9 +163,9 @@ fails() {
 }
 guards() {
   local model="run $tiny_model $tiny_options --backend cuda --activations f32"
-  fails 3a 'a GPU a task (CUDA_VISIBLE_DEVICES = local rank)' 0 done $mpirun -n 2 bash -c \
+  fails 3a 'a GPU a task (CUDA_VISIBLE_DEVICES = local rank)' 0 'done' $mpirun -n 2 bash -c \
     'export CUDA_VISIBLE_DEVICES=$OMPI_COMM_WORLD_LOCAL_RANK; exec "$@"' - $K3DECODE $model --output "$work/tiny-0-narrow.h5"
-  fails 3b 'GPUs in reverse order' 0 done env CUDA_VISIBLE_DEVICES=1,0 $mpirun -n 2 $K3DECODE $model --output "$work/tiny-0-reverse.h5"
+  fails 3b 'GPUs in reverse order' 0 'done' env CUDA_VISIBLE_DEVICES=1,0 $mpirun -n 2 $K3DECODE $model --output "$work/tiny-0-reverse.h5"
   fails 3c 'three ranks, two GPUs' 4 'ranks 0 and 2 of host' $mpirun --oversubscribe -n 3 $K3DECODE $model
   fails 3d 'one GPU listed twice' 4 'GPU' env CUDA_VISIBLE_DEVICES=0,0 $mpirun -n 2 $K3DECODE $model
 }
@@ -192,7 +193,7 @@ hang() {
   local seconds left=
   seconds=$(echo "$(date +%s.%N) - $start" | bc 2>/dev/null || awk -v a="$start" -v b="$(date +%s.%N)" 'BEGIN {printf "%.1f", b - a}')
   sleep 1
-  for pid in $(cat "$work/$order".[01]); do # a zombie has ended: mpirun is gone before it is reaped
+  for pid in $(cat "$work/$order.0" "$work/$order.1"); do # a zombie has ended: mpirun is gone before it is reaped
     grep -q '^State:[[:space:]]*[RSDTt]' "/proc/$pid/status" 2>/dev/null && left="$left $pid"
   done
   local steps
@@ -228,7 +229,8 @@ plan_runs() { # KIND ORDER MODEL THRESHOLD OPTION…
   local kind=$1 order=$2 model=$3
   shift 3
   for context in 0 4096 12289; do
-    local common="$model $* $(with_context $context) --backend cuda --activations f32"
+    local common
+    common="$model $* $(with_context $context) --backend cuda --activations f32"
     echo "$kind-$context-one 0 - $common" >>"$runs"
     echo "$order-$context-0 '$kind, context $context, 1 GPU = host' $kind-$context-host $kind-$context-one $exact" >>"$compares"
     for way in $ways; do
@@ -270,9 +272,9 @@ if wanted guard && wanted tiny; then
 fi
 xargs -d "\n" -P 16 -I{} bash -c "same {}" <"$compares"
 
-note done
+note 'done'
 table=$out/table.txt
-cat $(ls "$work"/rows/* | sort) >"$table"
+cat "$work"/rows/* >"$table" # in the order of their names
 cat "$table"
 failed=$(awk '{ if (substr($0, 48, 4) == "FAIL") n++ } END { print n + 0 }' "$table")
 echo "gpu2_check: $failed of $(wc -l <"$table") rows failed"

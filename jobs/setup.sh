@@ -13,6 +13,7 @@ required='build-essential autoconf automake pkg-config openmpi-bin libopenmpi-de
 optional='hdf5-tools libjson-c-dev'
 # python3-h5py and python3-matplotlib serve the command report too
 tests='libcmocka-dev python3-numpy python3-h5py python3-pytest python3-matplotlib python3-jsonschema python3-pip clang valgrind'
+tests="$tests shellcheck slurmctld slurmd slurm-client munge iproute2"
 [ "${K3_SETUP_TESTS:-1}" = 0 ] || optional="$optional $tests"
 
 note() { echo "setup: $*" >&2; }

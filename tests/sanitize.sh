@@ -57,7 +57,7 @@ build() { # build NAME FLAG…
   name=$1
   shift
   mkdir -p "$scratch/$name"
-  # shellcheck disable=SC2086 # lists of flags
+  # shellcheck disable=SC2086,SC2016,SC2038 # lists of flags; the inner shell expands; no odd names
   (cd "$top" && find src -name '*.c' | xargs -P 2 -I{} sh -c 'object=$1/$(echo "$2" | tr / _).o && shift 2 && exec "$@" -o "$object"' \
     sh "$scratch/$name" {} $cc -std=c11 -D_GNU_SOURCE -DHAVE_CONFIG_H -g "$@" -I"$scratch" -Isrc $cflags -c {}) || return 1
   # shellcheck disable=SC2086
@@ -66,7 +66,7 @@ build() { # build NAME FLAG…
 
 sanitizers='-fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer'
 echo 'int main(void) { return 0; }' >"$scratch/empty.c"
-# shellcheck disable=SC2086
+# shellcheck disable=SC2086,SC2015 # a list of flags; skip when either fails
 $cc $sanitizers -o "$scratch/empty" "$scratch/empty.c" 2>/dev/null && "$scratch/empty" ||
   skip "$cc links no program with $sanitizers (Debian: libasan8 and libubsan1 come with gcc)"
 # shellcheck disable=SC2086
@@ -123,10 +123,10 @@ done
 if [ "$mode" = full ]; then
   try 0 "$k3" synth tiny --output tiny.h5
   for ranks in 1 2 4 8; do
-    on $ranks run tiny.h5 --prompt 1,2,3,4,5,6,7,8 --steps 8 --overwrite --output "tiny-$ranks.h5"
+    on "$ranks" run tiny.h5 --prompt 1,2,3,4,5,6,7,8 --steps 8 --overwrite --output "tiny-$ranks.h5"
     try 0 "$k3" compare tiny-1.h5 "tiny-$ranks.h5" --max-mean-kl 1e-9
     for types in trunk=bf16,experts=mxfp4 trunk=q8_0,experts=q8_0; do
-      on $ranks run "synth:tiny:$types" --prompt 1,2 --steps 2 --overwrite --output types.h5
+      on "$ranks" run "synth:tiny:$types" --prompt 1,2 --steps 2 --overwrite --output types.h5
     done
   done
 fi
