@@ -29,24 +29,24 @@ if [ "$(id -u)" -eq 0 ]; then # Open MPI asks root to say so twice
 fi
 
 # start_ranks N COMMAND…: a task to a GPU, each on the cores next to it. The GPUs of a node stay visible to all its tasks:
-# NCCL needs its peers.
+# NCCL needs its peers. With in_place=exec it becomes the launcher, which then is what a signal reaches.
 start_ranks() {
   local ranks=$1
   shift
   if [ "$launcher" = srun ]; then
-    srun --mpi=pmix --ntasks="$ranks" --kill-on-bad-exit=1 --cpu-bind=none --gpu-bind=none "$root/jobs/bind.sh" "$@"
+    ${in_place:-} srun --mpi=pmix --ntasks="$ranks" --kill-on-bad-exit=1 --cpu-bind=none --gpu-bind=none "$root/jobs/bind.sh" "$@"
   else
-    mpirun --bind-to none -n "$ranks" "$root/jobs/bind.sh" "$@"
+    ${in_place:-} mpirun --bind-to none -n "$ranks" "$root/jobs/bind.sh" "$@"
   fi
 }
 
 # stop_before_limit FILE COMMAND…: runs COMMAND. On the signal that Slurm sends before the time limit (#SBATCH --signal=B:USR1@…)
 # it tells the ranks, which finish their step and write FILE; then the job is requeued, and its next start goes on from FILE.
-# Leaves COMMAND's exit status in $status.
+# Leaves COMMAND's exit status in $status. COMMAND is start_ranks ….
 stop_before_limit() {
   local file=$1 pid stopped=0
   shift
-  "$@" &
+  in_place="exec" "$@" &
   pid=$!
   trap 'stopped=1; echo "$job_script: the time limit is near, stopping the ranks"; kill -USR1 $pid' USR1
   wait "$pid"

@@ -4,7 +4,8 @@
 #   tests/slurm_cluster.sh start DIR [CPUS]    writes DIR/slurm.conf (export SLURM_CONF), waits until the node is idle
 #   tests/slurm_cluster.sh stop DIR            ends its jobs and daemons
 #
-# The node claims CPUS processors (16) and eight GPUs that are counted, not opened. Exit status: 0, 1 it does not start (why is
+# The node claims CPUS processors (16) and eight GPUs that are counted, not opened. A requeued job starts again after some
+# seconds (cred_expire), not minutes. Exit status: 0, 1 it does not start (why is
 # said), 77 Slurm or munge is not installed.
 set -u
 
@@ -52,7 +53,7 @@ SlurmctldHost=$host(127.0.0.1)
 SlurmUser=$user
 SlurmdUser=$user
 AuthType=auth/munge
-AuthInfo=socket=$dir/munge.socket
+AuthInfo=socket=$dir/munge.socket,cred_expire=5
 SlurmctldPort=$(free_port)
 SlurmdPort=$(free_port)
 StateSaveLocation=$dir/state
