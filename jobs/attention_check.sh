@@ -8,10 +8,12 @@
 # Environment: K3DECODE the program (default: builds it into build-gpu); K3MPIRUN what starts ranks (mpirun --oversubscribe);
 # OUT a folder for logs, tune.h5 and the sweep (default: output/attention_check); K3_DEEP the deep section's context (131072);
 # K3_PARALLEL runs at a time where nothing is timed (5).
+# shellcheck disable=SC2086,SC2046,SC2013,SC2015 # lists of words are split on purpose
 set -u
 
 check=attention_check all='deep f1 f2 f10 sanitize tune million'
 sections=${*:-$all}
+# shellcheck source=jobs/check_lib.sh
 . "$(dirname "$0")/check_lib.sh"
 export NCCL_NVLS_ENABLE=0 # no multicast: some hosts forbid it
 cores=$(nproc) deep=${K3_DEEP:-131072}

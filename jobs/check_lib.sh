@@ -3,8 +3,9 @@
 #   check=NAME all='SECTION…' sections=${*:-$all}
 #   . jobs/check_lib.sh
 #
+# and, where more than the program is needed, build_options and build_programs (of make) before that.
 # Sets out, work, mpirun, K3DECODE (built unless given), the table and the thresholds; `finish` ends the script.
-# shellcheck shell=bash
+# shellcheck shell=bash disable=SC2086,SC2034,SC2154 # lists of words; names of the scripts that source it
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root" || exit 1
@@ -20,7 +21,10 @@ if [ "$(id -u)" -eq 0 ]; then
   export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 fi
 if [ -z "${K3DECODE:-}" ]; then
-  K3_BUILD_DIR=$root/build-gpu jobs/build.sh --with-cuda >"$out/build.log" 2>&1 || {
+  {
+    K3_BUILD_DIR=$root/build-gpu jobs/build.sh --with-cuda ${build_options:-} &&
+      make -s -C "$root/build-gpu" k3decode ${build_programs:-}
+  } >"$out/build.log" 2>&1 || {
     tail -n 30 "$out/build.log"
     echo "$check: the build failed"
     exit 1
@@ -93,11 +97,11 @@ sanitize() {
 }
 
 finish() {
-  note done
+  note 'done'
   cat "$table"
   local failed rows
-  failed=$(cat "$work/failed" 2>/dev/null | wc -l) rows=$(wc -l <"$table")
-  if [ "$failed" -gt 0 ]; then
+  failed=$(grep -c . "$work/failed" 2>/dev/null || :) rows=$(wc -l <"$table")
+  if [ "${failed:-0}" -gt 0 ]; then
     echo "$check: $failed of $rows rows failed"
     exit 1
   fi

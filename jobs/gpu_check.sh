@@ -6,10 +6,12 @@
 #
 # Environment: K3DECODE the program (default: builds it into build-gpu); K3MPIRUN what starts ranks (mpirun --oversubscribe);
 # OUT a folder for logs (default: output/gpu_check); K3_SLICE the model of the slice section.
+# shellcheck disable=SC2086,SC2046 # lists of words are split on purpose
 set -u
 
 check=gpu_check all='kernels tiny shapes k3 ranks snapshot guard sanitize slice'
 sections=${*:-$all}
+# shellcheck source=jobs/check_lib.sh
 . "$(dirname "$0")/check_lib.sh"
 slice_model=${K3_SLICE:-synth:k3:experts=iq1_s}
 
@@ -213,9 +215,8 @@ fi
 time_slice() {
   local name=$1
   shift
-  timeout 100 env K3_VERBOSE=1 "$@" $K3DECODE run "$slice_model" --slice 0/8 --context 131072 --steps 64 --logits none \
-    --output "$work/slice.h5" --overwrite >"$out/slice-$name.log" 2>&1 </dev/null
-  if [ $? -ne 0 ]; then
+  if ! timeout 100 env K3_VERBOSE=1 "$@" $K3DECODE run "$slice_model" --slice 0/8 --context 131072 --steps 64 --logits none \
+    --output "$work/slice.h5" --overwrite >"$out/slice-$name.log" 2>&1 </dev/null; then
     row "slice 0/8: $name" FAIL "$(grep -h k3decode: "$out/slice-$name.log" | head -n 1 | cut -c1-200)"
     return
   fi
