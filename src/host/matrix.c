@@ -70,7 +70,7 @@ static void decode_piece(const K3HostMatrix *matrix, const uint8_t *row, int64_t
   case K3_TYPE_Q8_0: decode_q8_0(data, count, out); return;
   case K3_TYPE_MXFP4: decode_mxfp4(data, count, out); return;
   case K3_TYPE_IQ1_S: decode_iq1_s(data, count, matrix->grid, out); return;
-  case K3_TYPE_COUNT: break;
+  default: break;
   }
 }
 

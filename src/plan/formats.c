@@ -1,4 +1,5 @@
-/* Table of storage formats. See formats.h. Layer: plan. Source: model.md "Block formats". */
+/* Table of storage formats. See formats.h. Layer: plan. Source: model.md "Block formats"; the GGUF
+ * types as the public package gguf sizes them (gguf.GGML_QUANT_SIZES). */
 #include "plan/formats.h"
 
 #include <string.h>
@@ -9,6 +10,24 @@ static const K3Format formats[K3_TYPE_COUNT] = {
   [K3_TYPE_Q8_0] = {"q8_0", 32, 34},
   [K3_TYPE_MXFP4] = {"mxfp4", 32, 17},
   [K3_TYPE_IQ1_S] = {"iq1_s", 256, 50},
+  [K3_TYPE_F16] = {"f16", 1, 2},
+  [K3_TYPE_Q4_0] = {"q4_0", 32, 18},
+  [K3_TYPE_Q4_1] = {"q4_1", 32, 20},
+  [K3_TYPE_Q5_0] = {"q5_0", 32, 22},
+  [K3_TYPE_Q5_1] = {"q5_1", 32, 24},
+  [K3_TYPE_IQ4_NL] = {"iq4_nl", 32, 18},
+  [K3_TYPE_Q2_K] = {"q2_k", 256, 84},
+  [K3_TYPE_Q3_K] = {"q3_k", 256, 110},
+  [K3_TYPE_Q4_K] = {"q4_k", 256, 144},
+  [K3_TYPE_Q5_K] = {"q5_k", 256, 176},
+  [K3_TYPE_Q6_K] = {"q6_k", 256, 210},
+  [K3_TYPE_IQ1_M] = {"iq1_m", 256, 56},
+  [K3_TYPE_IQ2_XXS] = {"iq2_xxs", 256, 66},
+  [K3_TYPE_IQ2_XS] = {"iq2_xs", 256, 74},
+  [K3_TYPE_IQ2_S] = {"iq2_s", 256, 82},
+  [K3_TYPE_IQ3_XXS] = {"iq3_xxs", 256, 98},
+  [K3_TYPE_IQ3_S] = {"iq3_s", 256, 110},
+  [K3_TYPE_IQ4_XS] = {"iq4_xs", 256, 136},
 };
 
 const K3Format *k3_format(K3Type type) { return &formats[type]; }

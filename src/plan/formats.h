@@ -1,5 +1,5 @@
 /* Storage formats of tensors: names, block sizes. Layer: plan.
- * Decoding lives with the backends (src/host/dequantise.c; kernels/). */
+ * Decoding: blocks.h, for both backends. */
 #ifndef K3_PLAN_FORMATS_H
 #define K3_PLAN_FORMATS_H
 
@@ -11,6 +11,25 @@ typedef enum {
   K3_TYPE_Q8_0,  /* 32 values: float16 d, 32 int8; w = d q */
   K3_TYPE_MXFP4, /* 32 values: E8M0 byte, 16 bytes of e2m1 nibbles, low nibble = even element */
   K3_TYPE_IQ1_S, /* 256 values: GGUF super-block, 50 bytes; needs /codebooks/iq1_s */
+  K3_TYPE_F16,   /* IEEE binary16 */
+  /* GGUF blocks, bit for bit (blocks.h decodes them) */
+  K3_TYPE_Q4_0,
+  K3_TYPE_Q4_1,
+  K3_TYPE_Q5_0,
+  K3_TYPE_Q5_1,
+  K3_TYPE_IQ4_NL,
+  K3_TYPE_Q2_K,
+  K3_TYPE_Q3_K,
+  K3_TYPE_Q4_K,
+  K3_TYPE_Q5_K,
+  K3_TYPE_Q6_K,
+  K3_TYPE_IQ1_M,
+  K3_TYPE_IQ2_XXS,
+  K3_TYPE_IQ2_XS,
+  K3_TYPE_IQ2_S,
+  K3_TYPE_IQ3_XXS,
+  K3_TYPE_IQ3_S,
+  K3_TYPE_IQ4_XS,
   K3_TYPE_COUNT
 } K3Type;
 
