@@ -34,11 +34,19 @@ static const char *fault_of(K3Type type, const uint8_t *at, char *text)
     if ((bits & 0x7f80u) != 0x7f80u) return NULL;
     return strcpy(text, bits & 0x7fu ? "NaN" : bits >> 15 ? "-infinity" : "infinity");
   case K3_TYPE_MXFP4: return at[0] == 255 ? strcpy(text, "a block scale of NaN (byte 255)") : NULL;
-  default: /* q8_0, iq1_s: the block begins with a float16 scale */
+  case K3_TYPE_F16:
     bits = half_at(at);
     if ((bits & 0x7c00u) != 0x7c00u) return NULL;
-    return strcpy(text, bits & 0x3ffu ? "a block scale of NaN" : "an infinite block scale");
+    return strcpy(text, bits & 0x3ffu ? "NaN" : bits >> 15 ? "-infinity" : "infinity");
+  case K3_TYPE_IQ1_M: /* its scale is spread over the upper nibbles of four words */
+    bits = (uint32_t)(at[49] >> 4 | (at[51] & 0xf0) | (at[53] & 0xf0) << 4 | (at[55] & 0xf0) << 8);
+    break;
+  default:
+    bits = half_at(at + k3_format(type)->scale_at);
+    if (k3_format(type)->offset_at >= 0 && (bits & 0x7c00u) != 0x7c00u) bits = half_at(at + k3_format(type)->offset_at);
   }
+  if ((bits & 0x7c00u) != 0x7c00u) return NULL;
+  return strcpy(text, bits & 0x3ffu ? "a block scale of NaN" : "an infinite block scale");
 }
 
 /* Scans `values` values whose first is row-major element `first`. */

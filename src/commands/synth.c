@@ -142,14 +142,17 @@ static size_t buffer_bytes(const K3Source *source)
 
 static K3Status write_codebooks(K3Source *source, K3ModelWriter *writer)
 {
-  for (int64_t i = 0; i < source->table.count; i++) {
-    if (source->types[i] != K3_TYPE_IQ1_S) continue;
+  int needed[K3_CODEBOOK_COUNT];
+  k3_codebooks_needed(source->types, source->table.count, needed);
+  for (int id = 0; id < K3_CODEBOOK_COUNT; id++) {
+    if (!needed[id]) continue;
+    const char *name = k3_codebook((K3CodebookId)id)->name;
     void *data = NULL;
     size_t bytes = 0;
-    K3_TRY(source->codebook(source, "iq1_s", &data, &bytes));
-    K3Status status = k3_model_writer_codebook(writer, "iq1_s", data, bytes);
+    K3_TRY(source->codebook(source, name, &data, &bytes));
+    K3Status status = k3_model_writer_codebook(writer, name, data, bytes);
     free(data);
-    return status;
+    K3_TRY(status);
   }
   return K3_OK;
 }

@@ -199,7 +199,8 @@ static K3Status load_tensor(K3Host *host, int64_t index)
   matrix->rows = spec->rank == 1 ? 1 : band.count[spec->rank - 2];
   matrix->cols = band.count[spec->rank - 1];
   matrix->row_bytes = k3_format_bytes(type, matrix->cols);
-  matrix->grid = host->grid;
+  int book = k3_codebook_of(type);
+  matrix->book = book < 0 ? NULL : host->books[book];
   if (elements == 0) return K3_OK;
   if (K3_BROKEN("band_row_off") && spec->role == K3_ROLE_KDA_O_PROJ && band.begin[1] >= spec->share_size)
     band.begin[1] -= spec->share_size;
@@ -211,18 +212,12 @@ static K3Status load_tensor(K3Host *host, int64_t index)
   return spec->is_matrix ? K3_OK : widen(tensor, type, elements);
 }
 
-static K3Status load_grid(K3Host *host)
+static K3Status load_books(K3Host *host)
 {
-  void *data = NULL;
-  size_t bytes = 0;
-  int needed = 0;
-  for (int64_t i = 0; i < host->source->table.count; i++) needed |= host->source->types[i] == K3_TYPE_IQ1_S;
-  if (!needed) return K3_OK;
-  K3_TRY(host->source->codebook(host->source, "iq1_s", &data, &bytes));
-  host->grid = data;
-  if (bytes != 2048 * 8)
-    K3_FAIL(K3_ERR_INPUT, "%s: /codebooks/iq1_s holds %zu bytes, wanted 16384 (2048 entries of 8)",
-            host->source->origin, bytes);
+  int needed[K3_CODEBOOK_COUNT];
+  k3_codebooks_needed(host->source->types, host->source->table.count, needed);
+  for (int id = 0; id < K3_CODEBOOK_COUNT; id++)
+    if (needed[id]) K3_TRY(k3_source_codebook(host->source, (K3CodebookId)id, &host->books[id]));
   return K3_OK;
 }
 
@@ -231,7 +226,7 @@ static K3Status host_load(K3Backend *backend, K3Progress progress, void *context
   K3Host *host = backend->state;
   K3Source *source = host->source;
   int64_t all = k3_plan_weight_bytes(host->plan, host->rank, &source->table, source->types), done = 0;
-  K3_TRY(load_grid(host));
+  K3_TRY(load_books(host));
   for (int64_t i = 0; i < source->table.count; i++) {
     K3_TRY(load_tensor(host, i));
     K3Band band = k3_plan_band(host->plan, host->rank, &source->table.specs[i]);
@@ -400,7 +395,8 @@ static void host_close(K3Backend *backend)
     }
     for (int i = 0; i < 5; i++) free(host->wide[i]);
     for (int i = 0; i < 4; i++) free(host->narrow[i]);
-    void *rest[] = {host->tensors,  host->layers,   host->grid,     host->p,      host->bank,   host->h,
+    for (int i = 0; i < K3_CODEBOOK_COUNT; i++) free(host->books[i]);
+    void *rest[] = {host->tensors,  host->layers,   host->p,        host->bank,     host->h,
                     host->x,        host->sum,      host->queries,  host->partials, host->returned, host->gathered,
                     host->latent,   host->scores,   host->routed,   host->logits, host->chosen, host->piece,
                     host->whole};

@@ -27,7 +27,7 @@ typedef struct {
   K3Comm *comm;
   K3BackendOptions options;
   int rank;                /* whose band this is: comm->rank, or the slice's */
-  int8_t *grid;            /* iq1_s codebook, NULL when no tensor needs it */
+  uint32_t *books[K3_CODEBOOK_COUNT]; /* packed codebooks, NULL where no tensor needs them */
   K3HostTensor *tensors;   /* [table.count] */
   K3HostLayer *layers;     /* [num_layers] */
   int64_t position;        /* of the next token */

@@ -1,60 +1,32 @@
 /* Products with stored weights. See matrix.h. Layer: host backend.
- * One decoder a format, a block at a time; all products stand on it. Twin of kernels/linear.cu. */
+ * The decoders are plan/blocks.h's, a block at a time; all products stand on it. Twin of kernels/linear.cu. */
 #include "host/matrix.h"
 
-#include <math.h>
 #include <string.h>
 
-#include "base/float16.h"
+#include "plan/blocks.h"
+#include "plan/codebook.h"
 
 enum { PIECE = 256 }; /* values decoded at a time: the largest block, and a multiple of all blocks */
 
-static const float e2m1[16] = {0.0f,  0.5f,  1.0f,  1.5f,  2.0f,  3.0f,  4.0f,  6.0f,
-                               -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f};
-
 static uint16_t read_u16(const uint8_t *at) { return (uint16_t)(at[0] | (at[1] << 8)); }
 
-static void decode_f32(const uint8_t *data, int64_t count, float *out) { memcpy(out, data, (size_t)count * 4); }
-
-static void decode_bf16(const uint8_t *data, int64_t count, float *out)
+static void decode_blocks(const K3HostMatrix *matrix, const uint8_t *data, int64_t count, float *out)
 {
-  uint16_t half[PIECE];
-  memcpy(half, data, (size_t)count * 2);
-  for (int64_t i = 0; i < count; i++) out[i] = k3_bf16_to_float(half[i]);
-}
-
-static void decode_q8_0(const uint8_t *data, int64_t count, float *out)
-{
-  for (int64_t block = 0; block < count / 32; block++, data += 34, out += 32) {
-    float d = k3_f16_to_float(read_u16(data));
-    for (int i = 0; i < 32; i++) out[i] = d * (float)(int8_t)data[2 + i];
-  }
-}
-
-static void decode_mxfp4(const uint8_t *data, int64_t count, float *out)
-{
-  for (int64_t block = 0; block < count / 32; block++, data += 17, out += 32) {
-    /* 2^(s-127): the byte is float32's own exponent, save 0, which is the subnormal 2^-127; 255 stands for NaN */
-    float scale = data[0] == 255 ? NAN : k3_float_from_bits(data[0] ? (uint32_t)data[0] << 23 : 0x00400000u);
-    for (int i = 0; i < 16; i++) {
-      out[2 * i] = scale * e2m1[data[1 + i] & 15];
-      out[2 * i + 1] = scale * e2m1[data[1 + i] >> 4];
-    }
-  }
-}
-
-/* GGUF iq1_s: f16 d, qs[32], qh[8] uint16; 8 sub-blocks of 32 values, 4 grid entries each. */
-static void decode_iq1_s(const uint8_t *data, int64_t count, const int8_t *grid, float *out)
-{
-  for (int64_t block = 0; block < count / 256; block++, data += 50, out += 256) {
-    float d = k3_f16_to_float(read_u16(data));
-    for (int sub = 0; sub < 8; sub++) {
-      unsigned qh = read_u16(data + 34 + 2 * sub);
-      float scale = d * (float)(2 * ((qh >> 12) & 7u) + 1);
-      float shift = (qh & 0x8000u) ? -0.125f : 0.125f;
-      for (int entry = 0; entry < 4; entry++) {
-        unsigned index = data[2 + 4 * sub + entry] | (((qh >> (3 * entry)) & 7u) << 8);
-        for (int j = 0; j < 8; j++) out[32 * sub + 8 * entry + j] = scale * ((float)grid[8 * index + (unsigned)j] + shift);
+  const K3Format *format = k3_format(matrix->type);
+  const K3Codebook *codebook = matrix->book ? k3_codebook((K3CodebookId)k3_codebook_of(matrix->type)) : NULL;
+  K3BlockBook book = {matrix->book, codebook ? matrix->book + codebook->words : NULL, 1, 1};
+  int runs = k3_block_runs(matrix->type), units = (int)format->block_values / (runs * K3_BLOCK_RUN);
+  for (int64_t at = 0; at < count; at += format->block_values, data += format->block_bytes) {
+    K3BlockParts parts = {data + format->codes.at, data + format->high.at, data + format->scale.at};
+    for (int unit = 0; unit < units; unit++) {
+      uint32_t word[K3_BLOCK_WORDS];
+      k3_block_fetch(matrix->type, parts, unit, word);
+      for (int r = 0; r < runs; r++) {
+        K3BlockRun run;
+        float *to = out + at + K3_BLOCK_RUN * k3_block_run_at(matrix->type, unit, r);
+        k3_block_decode(matrix->type, word, unit, r, &book, &run);
+        for (int i = 0; i < K3_BLOCK_RUN; i++) to[i] = k3_block_value(&run, i);
       }
     }
   }
@@ -65,12 +37,14 @@ static void decode_piece(const K3HostMatrix *matrix, const uint8_t *row, int64_t
 {
   const uint8_t *data = row + k3_format_bytes(matrix->type, col);
   switch (matrix->type) {
-  case K3_TYPE_F32: decode_f32(data, count, out); return;
-  case K3_TYPE_BF16: decode_bf16(data, count, out); return;
-  case K3_TYPE_Q8_0: decode_q8_0(data, count, out); return;
-  case K3_TYPE_MXFP4: decode_mxfp4(data, count, out); return;
-  case K3_TYPE_IQ1_S: decode_iq1_s(data, count, matrix->grid, out); return;
-  default: break;
+  case K3_TYPE_F32: memcpy(out, data, (size_t)count * 4); return;
+  case K3_TYPE_BF16:
+    for (int64_t i = 0; i < count; i++) out[i] = k3_bf16_to_float(read_u16(data + 2 * i));
+    return;
+  case K3_TYPE_F16:
+    for (int64_t i = 0; i < count; i++) out[i] = k3_f16_to_float(read_u16(data + 2 * i));
+    return;
+  default: decode_blocks(matrix, data, count, out);
   }
 }
 

@@ -13,7 +13,7 @@ typedef struct {
   int64_t experts, rows, cols;
   int64_t row_bytes;
   const uint8_t *data;
-  const int8_t *grid; /* iq1_s codebook [2048][8] in {-1, 0, 1}; NULL for other types */
+  const uint32_t *book; /* packed codebook (plan/codebook.h) of the types that need one; NULL for others */
 } K3HostMatrix;
 
 /* Decodes `cols` values from `row` of `expert` into out [cols] f32. Source: model.md, "Block formats". */

@@ -33,10 +33,17 @@ typedef enum {
   K3_TYPE_COUNT
 } K3Type;
 
+/* Bytes [at, at + bytes) of a stored block. */
+typedef struct {
+  int16_t at, bytes;
+} K3BlockPart;
+
 typedef struct {
   const char *name;      /* as in the attribute `type` */
   int64_t block_values;  /* values of a block; 1 for plain floats */
   int64_t block_bytes;
+  K3BlockPart codes, high, scale; /* what stands together on the device; a multiple of 16 bytes of codes */
+  int16_t scale_at, offset_at;    /* where a float16 scale and a float16 offset or minimum begin; -1: there is none */
 } K3Format;
 
 /* The description of `type`; never NULL for a valid type. */
@@ -47,6 +54,9 @@ int k3_format_find(const char *name);
 
 /* Bytes of `values` consecutive values; `values` is a whole number of blocks. */
 int64_t k3_format_bytes(K3Type type, int64_t values);
+
+/* "f16, bf16, …": all names that the attribute `type` may bear, for messages. */
+const char *k3_format_names(void);
 
 /* Quantised = stored as blocks (uint8 dataset). */
 int k3_format_is_quantised(K3Type type);

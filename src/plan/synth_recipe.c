@@ -88,7 +88,7 @@ static K3Status parse_type(const char *key, const char *value, K3Type *type)
 {
   int found = k3_format_find(value);
   if (found < 0)
-    K3_FAIL(K3_ERR_USAGE, "recipe: %s=%s is no storage type; known: f32, bf16, q8_0, mxfp4, iq1_s", key, value);
+    K3_FAIL(K3_ERR_USAGE, "recipe: %s=%s is no storage type; known: f32, %s", key, value, k3_format_names());
   *type = (K3Type)found;
   return K3_OK;
 }
@@ -283,11 +283,21 @@ K3SynthRule k3_synth_rule(const K3SynthRecipe *recipe, const K3TensorSpec *spec)
   return (K3SynthRule){k3_synth_key(recipe->seed, spec->path), (float)rule.mean, (float)rule.deviation};
 }
 
+K3SynthBlock k3_synth_block_shape(K3Type type)
+{
+  static const float scales[K3_TYPE_COUNT][2] = {
+    [K3_TYPE_Q4_0] = {1, 0},
+  };
+  const K3Format *format = k3_format(type);
+  return (K3SynthBlock){(int32_t)format->block_bytes, format->scale_at, format->offset_at, scales[type][0], scales[type][1]};
+}
+
 void k3_synth_fill(K3SynthRule rule, K3Type type, int64_t first, int64_t count, void *destination)
 {
   int64_t block = k3_format(type)->block_values, bytes = k3_format(type)->block_bytes;
   uint64_t begin = (uint64_t)(first / block), blocks = (uint64_t)(count / block);
   uint8_t *to = destination;
+  K3SynthBlock shape = k3_synth_block_shape(type);
   for (uint64_t i = 0; i < blocks; i++, to += bytes) {
     float value;
     uint16_t half;
@@ -296,10 +306,18 @@ void k3_synth_fill(K3SynthRule rule, K3Type type, int64_t first, int64_t count, 
       half = k3_bf16_from_float(k3_synth_float(rule, begin + i));
       memcpy(to, &half, sizeof half);
       break;
+    case K3_TYPE_F16:
+      half = k3_f16_from_float(k3_synth_float(rule, begin + i));
+      memcpy(to, &half, sizeof half);
+      break;
+    case K3_TYPE_F32:
+      value = k3_synth_float(rule, begin + i);
+      memcpy(to, &value, sizeof value);
+      break;
     case K3_TYPE_Q8_0: k3_synth_q8_0(rule, begin + i, to); break;
     case K3_TYPE_MXFP4: k3_synth_mxfp4(rule, begin + i, to); break;
     case K3_TYPE_IQ1_S: k3_synth_iq1_s(rule, begin + i, to); break;
-    default: value = k3_synth_float(rule, begin + i); memcpy(to, &value, sizeof value);
+    default: k3_synth_block(rule, shape, begin + i, to);
     }
   }
 }

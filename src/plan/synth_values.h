@@ -99,4 +99,32 @@ static inline K3_HOST_DEVICE void k3_synth_iq1_s(K3SynthRule rule, uint64_t inde
   }
 }
 
+/* How random blocks of a GGUF format are scaled: the deviation of w / d, and the offset (or minimum) over d that makes
+ * their mean zero. Measured over random blocks with d = 1 (tests/test_formats.py). */
+typedef struct {
+  int32_t bytes, scale_at, offset_at; /* as in K3Format; scale_at -1: iq1_m, whose d is spread over four words */
+  float unit, centre;
+} K3SynthBlock;
+
+static inline K3_HOST_DEVICE void k3_synth_put16(uint8_t *at, uint16_t half)
+{
+  at[0] = (uint8_t)(half & 0xffu);
+  at[1] = (uint8_t)(half >> 8);
+}
+
+/* Block `index` of such a tensor: random bytes, then the scales. */
+static inline K3_HOST_DEVICE void k3_synth_block(K3SynthRule rule, K3SynthBlock shape, uint64_t index, uint8_t *block)
+{
+  for (int32_t i = 0; i < shape.bytes; i += 8) {
+    uint64_t bits = k3_synth_bits(rule.key, index * 32u + 1u + (uint64_t)(i / 8));
+    for (int32_t j = 0; j < 8 && i + j < shape.bytes; j++) block[i + j] = (uint8_t)(bits >> (8 * j));
+  }
+  uint16_t d = k3_f16_from_float(rule.deviation / shape.unit * k3_synth_jitter(k3_synth_bits(rule.key, index * 32u)));
+  if (shape.scale_at >= 0) k3_synth_put16(block + shape.scale_at, d);
+  else
+    for (int32_t i = 0; i < 4; i++)
+      block[49 + 2 * i] = (uint8_t)((block[49 + 2 * i] & 0x0fu) | (((d >> (4 * i)) & 15u) << 4));
+  if (shape.offset_at >= 0) k3_synth_put16(block + shape.offset_at, k3_f16_from_float(k3_f16_to_float(d) * shape.centre));
+}
+
 #endif

@@ -87,15 +87,15 @@ static K3Status find_type(const char *origin, const K3TensorSpec *spec, hid_t da
   if (named) K3_TRY(k3_hdf5_read_text(origin, dataset, spec->path, "type", name, sizeof name));
   int format = named ? k3_format_find(name) : class == H5T_FLOAT && bytes == 4 ? K3_TYPE_F32 : -1;
   if (named && format < 0)
-    K3_FAIL(K3_ERR_INPUT, "%s: dataset %s: attribute type = \"%s\", wanted bf16, q8_0, mxfp4 or iq1_s", origin,
-            spec->path, name);
+    K3_FAIL(K3_ERR_INPUT, "%s: dataset %s: attribute type = \"%s\", wanted one of %s", origin, spec->path, name,
+            k3_format_names());
   int fits = format == K3_TYPE_F32    ? class == H5T_FLOAT && bytes == 4
-             : format == K3_TYPE_BF16 ? is_unsigned && bytes == 2
+             : format == K3_TYPE_BF16 || format == K3_TYPE_F16 ? is_unsigned && bytes == 2
                                       : format > 0 && is_unsigned && bytes == 1;
   if (!fits)
     K3_FAIL(
         K3_ERR_INPUT,
-        "%s: dataset %s: stored as %s of %zu bytes%s%s%s, wanted float32, uint16 with attribute type = \"bf16\", or "
+        "%s: dataset %s: stored as %s of %zu bytes%s%s%s, wanted float32, uint16 with attribute type = \"bf16\" or \"f16\", or "
         "uint8 with attribute type = a block format",
         origin, spec->path, k3_hdf5_class_name(class), bytes,
         named ? " with attribute type = \"" : " without attribute type", name, named ? "\"" : "");

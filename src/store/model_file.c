@@ -119,7 +119,7 @@ static K3Status read_bytes(const char *origin, const char *path, int descriptor,
 /* The HDF5 type in memory; bytes are passed on as stored. */
 static hid_t memory_type(K3Type type)
 {
-  return type == K3_TYPE_F32 ? H5T_NATIVE_FLOAT : type == K3_TYPE_BF16 ? H5T_NATIVE_UINT16 : H5T_NATIVE_UINT8;
+  return type == K3_TYPE_F32 ? H5T_NATIVE_FLOAT : k3_format_is_quantised(type) ? H5T_NATIVE_UINT8 : H5T_NATIVE_UINT16;
 }
 
 /* Descriptor and byte offset for reading past the library; *descriptor = -1 where that cannot be done. */
@@ -318,7 +318,7 @@ static void model_close(K3Source *source)
 K3Status k3_model_file_open(const char *path, K3Source **source)
 {
   K3Status status = K3_OK;
-  int needs_codebook = 0;
+  int needed[K3_CODEBOOK_COUNT];
   *source = NULL;
   k3_hdf5_silence();
   ModelFile *model = calloc(1, sizeof *model);
@@ -336,12 +336,11 @@ K3Status k3_model_file_open(const char *path, K3Source **source)
   base->types = calloc((size_t)base->table.count, sizeof *base->types);
   if (!base->types) K3_FAIL_DONE(K3_ERR_INPUT, "%s: no memory", path);
   K3_TRY_DONE(k3_model_check_tensors(base, model->file));
-  for (int64_t i = 0; i < base->table.count; i++) needs_codebook |= base->types[i] == K3_TYPE_IQ1_S;
-  if (needs_codebook) {
-    void *data = NULL;
-    size_t bytes = 0;
-    K3_TRY_DONE(model_codebook(base, "iq1_s", &data, &bytes));
-    free(data);
+  k3_codebooks_needed(base->types, base->table.count, needed);
+  for (int id = 0; id < K3_CODEBOOK_COUNT; id++) {
+    uint32_t *words = NULL;
+    if (needed[id]) K3_TRY_DONE(k3_source_codebook(base, (K3CodebookId)id, &words));
+    free(words);
   }
   K3_TRY_DONE(find_digest(model));
   *source = base;

@@ -214,7 +214,7 @@ static int64_t row_bytes(const K3TensorSpec *spec, K3Type type)
 
 static hid_t stored_type(K3Type type)
 {
-  return type == K3_TYPE_F32 ? H5T_IEEE_F32LE : type == K3_TYPE_BF16 ? H5T_STD_U16LE : H5T_STD_U8LE;
+  return type == K3_TYPE_F32 ? H5T_IEEE_F32LE : k3_format_is_quantised(type) ? H5T_STD_U8LE : H5T_STD_U16LE;
 }
 
 static K3Status add_written(K3ModelWriter *writer, const K3TensorSpec *spec)
@@ -333,7 +333,7 @@ static K3Status write_box(K3ModelWriter *writer, const K3TensorSpec *spec, K3Typ
 {
   K3Status status = K3_OK;
   hid_t memory = -1, file = H5Dget_space(writer->dataset);
-  hid_t given = type == K3_TYPE_F32 ? H5T_NATIVE_FLOAT : type == K3_TYPE_BF16 ? H5T_NATIVE_UINT16 : H5T_NATIVE_UINT8;
+  hid_t given = type == K3_TYPE_F32 ? H5T_NATIVE_FLOAT : k3_format_is_quantised(type) ? H5T_NATIVE_UINT8 : H5T_NATIVE_UINT16;
   int64_t last = spec->shape[spec->rank - 1];
   if (k3_format_is_quantised(type)) last = k3_format_bytes(type, last);
   hsize_t begin[3] = {(hsize_t)row, 0, 0}, box[3] = {(hsize_t)count, (hsize_t)last, 1};

@@ -7,6 +7,7 @@
 #include <stdint.h>
 
 #include "base/status.h"
+#include "plan/codebook.h"
 #include "plan/config.h"
 #include "plan/formats.h"
 #include "plan/plan.h"
@@ -41,6 +42,10 @@ struct K3Source {
 K3Status k3_source_open(const char *model, K3Source **source);
 K3Status k3_model_file_open(const char *path, K3Source **source);  /* src/store/model_file.c */
 K3Status k3_synth_source_open(const char *recipe, K3Source **source); /* src/store/synth_source.c */
+
+/* A codebook packed for the decoders (plan/codebook.h); *words is allocated, the caller frees it.
+ * Errors: K3_ERR_INPUT: the source has none, or one that the format does not know. */
+K3Status k3_source_codebook(K3Source *source, K3CodebookId id, uint32_t **words);
 
 /* Bytes of `band` of tensor `tensor` as stored. */
 int64_t k3_source_band_bytes(const K3Source *source, int64_t tensor, const K3Band *band);

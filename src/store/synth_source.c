@@ -40,12 +40,16 @@ static K3Status synth_codebook(K3Source *source, const char *name, void **data, 
 {
   *data = NULL;
   *bytes = 0;
-  if (strcmp(name, "iq1_s") != 0) K3_FAIL(K3_ERR_INPUT, "%s: there is no codebook %s", source->origin, name);
-  *data = malloc(K3_CODEBOOK_IQ1_S_BYTES);
-  if (!*data) K3_FAIL(K3_ERR_INPUT, "%s: no memory for the codebook %s", source->origin, name);
-  k3_codebook_iq1_s(*data);
-  *bytes = K3_CODEBOOK_IQ1_S_BYTES;
-  return K3_OK;
+  for (int id = 0; id < K3_CODEBOOK_COUNT; id++) {
+    const K3Codebook *book = k3_codebook((K3CodebookId)id);
+    if (strcmp(name, book->name) != 0) continue;
+    *data = malloc(k3_codebook_bytes(book));
+    if (!*data) K3_FAIL(K3_ERR_INPUT, "%s: no memory for the codebook %s", source->origin, name);
+    k3_codebook_fill(book, *data);
+    *bytes = k3_codebook_bytes(book);
+    return K3_OK;
+  }
+  K3_FAIL(K3_ERR_INPUT, "%s: there is no codebook %s", source->origin, name);
 }
 
 static void synth_close(K3Source *source)
