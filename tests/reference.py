@@ -105,6 +105,17 @@ def dequantise_mxfp4(raw):
 
 QUANTISED = {"q8_0": (32, 34, dequantise_q8_0), "mxfp4": (32, 17, dequantise_mxfp4)}
 
+# The GGUF formats, where the public package is there: its decoding is their definition.
+try:
+    import gguf.quants
+except ImportError:
+    gguf = None
+for name in ("Q4_0 Q4_1 Q5_0 Q5_1 IQ4_NL Q2_K Q3_K Q4_K Q5_K Q6_K IQ1_S IQ1_M IQ2_XXS IQ2_XS IQ2_S IQ3_XXS IQ3_S IQ4_XS".split()
+             if gguf else ()):
+    kind = gguf.GGMLQuantizationType[name]
+    QUANTISED[name.lower()] = (*gguf.GGML_QUANT_SIZES[kind], lambda raw, kind=kind: gguf.quants.dequantize(
+        np.ascontiguousarray(raw), kind).astype(np.float64))
+
 
 def text(value):
     """A text attribute of fixed or variable length as str."""
@@ -166,10 +177,10 @@ class ModelFile:
             if logical[-1] % block:
                 raise BadInput(f"{where}: a row of {logical[-1]} is not a whole number of blocks of {block}")
             stored, dtype = logical[:-1] + (logical[-1] // block * size,), np.uint8
-        elif kind in ("f32", "bf16"):
+        elif kind in ("f32", "bf16", "f16"):
             logical = stored = data.shape
             dtype = np.float32 if kind == "f32" else np.uint16
-            dequantise = np.float64 if kind == "f32" else dequantise_bf16
+            dequantise = {"f32": np.float64, "bf16": dequantise_bf16, "f16": lambda raw: raw.view("<f2").astype(np.float64)}[kind]
         else:
             raise BadInput(f"{where}: a type that this reference does not read")
         if data.dtype != dtype:

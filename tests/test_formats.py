@@ -8,6 +8,7 @@ be imported, fresh random blocks are compared value by value too.
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -115,3 +116,79 @@ def test_decoding_is_bit_equal_to_the_package(name):
         middle = size // 2
         swapped[:, middle] = blocks[:, middle] >> 4 | blocks[:, middle] << 4
         assert (bits(by_program(name, swapped)) != bits(want)).any()
+
+
+# ---------------------------------------------------------------- whole models
+
+# Every row but f_b_proj's is a whole number of 256-blocks, and two ranks find two blocks each of what is dealt by columns.
+WHOLE = ("tiny:layer_types=0101,hidden_size=256,num_heads=4,kda_head_dim=128,q_lora_rank=256,kv_lora_rank=256,"
+         "qk_nope_head_dim=32,qk_rope_head_dim=16,v_head_dim=128,latent_size=512,moe_intermediate_size=512,"
+         "dense_intermediate_size=512,num_experts=8,num_experts_per_token=2,vocab_size=300")
+PROMPT = [1, 299, 77, 30]
+
+
+def recipe(trunk, experts, seed):
+    return f"{WHOLE},trunk={trunk},experts={experts},seed={seed}"
+
+
+def deviation(file, path, name):
+    """Of a matrix' values, over what its recipe asks for: the gain over the root of a row's length."""
+    values = file.read(path, tuple(int(n) for n in file.file[path].attrs["shape"]), None)
+    assert abs(values.mean()) < 0.05 * values.std(), f"{name}: mean {values.mean()}, deviation {values.std()}"
+    return values.std() * np.sqrt(values.shape[-1])
+
+
+@needs_gguf
+@needs_mpirun
+@pytest.mark.parametrize("name", [*SIZES, "f16"])
+def test_whole_model_agrees_with_the_reference(name, tmp_path):
+    """Trunk, embedding, head and experts of one format: world 1 and 2 against float64 over the package's decoding."""
+    show_seed()
+    path = tmp_path / "model.h5"
+    for attempt in range(20):
+        path.unlink(missing_ok=True)
+        k3("synth", recipe(name, name, SEED + attempt), "--output", path)
+        model = reference.load(str(path))
+        want = model.logits(PROMPT)[-1]
+        if model.route_margin > 3e-5:
+            break
+    k3("info", path, "--check")
+    if name != "f16":
+        for tensor, gain in (("lm_head", 2.0), ("layers/002/experts_gate", 1.5)):
+            got = deviation(model.file, tensor, name) / gain
+            assert 0.8 < got < 1.2, f"{name}: {tensor} deviates {got} times what was asked for"
+    runs = []
+    for ranks in (1, 2):
+        _, logits = decode(path, tmp_path / f"run{ranks}.h5", "--backend", "host", prompt=PROMPT, steps=1, ranks=ranks)
+        runs.append(logits[-1])
+    error = np.linalg.norm(runs[0] - want) / np.linalg.norm(want)
+    between = np.linalg.norm(runs[1] - runs[0]) / np.linalg.norm(want)
+    print(f"{name}: relative error {error:.3g}, two ranks against one {between:.3g}")
+    assert error < 1e-5 and between < 1e-6
+    _, logits = decode(f"synth:{recipe(name, name, SEED + attempt)}", tmp_path / "synth.h5", "--backend", "host", prompt=PROMPT,
+                       steps=1)
+    assert np.array_equal(logits[-1], runs[0]), "the recipe in place differs from the recipe in a file"
+
+
+def test_a_codebook_with_a_foreign_value_is_refused(tmp_path):
+    import h5py
+    path = tmp_path / "model.h5"
+    k3("synth", recipe("f32", "iq2_xs", 1), "--output", path)
+    with h5py.File(path, "r+") as file:
+        assert sorted(file["codebooks"]) == ["iq2_xs"]
+        file["codebooks/iq2_xs"][17] = 9
+    refused("info", path, phrases=("/codebooks/iq2_xs", "value 1 of entry 2 is 9"))
+    with h5py.File(path, "r+") as file:
+        del file["codebooks/iq2_xs"]
+        file["codebooks/iq2_xs"] = np.zeros(100, np.uint8)
+    refused("info", path, phrases=("/codebooks/iq2_xs", "100 bytes", "4096"))
+
+
+def test_bands_of_256_blocks(tmp_path):
+    """A band never cuts a block: the grid of the experts follows, the imbalance is printed, and a refusal lists what works (F17)."""
+    for experts in ("iq2_xxs", "q2_k", "iq1_m"):
+        plan = k3("info", f"synth:k3:experts={experts},trunk=q4_k", "--plan", "--ranks", 8).out
+        assert "experts in 2 groups x 4 bands (busiest rank 1.20 of an even share)" in plan, plan
+        assert re.search(r"^ +3 .* 2304-3071 ", plan, re.M), plan               # whole 256-blocks, though 3072 / 8 is 1.5
+        assert re.search(r"imbalance: the largest rank holds .* 0\.\d+ % over the smallest", plan), plan
+    refused("info", f"synth:{recipe('q4_k', 'q4_k', 1)}", "--plan", "--ranks", 3, phrases=("block size 256", "world sizes that work: 1 to 2"))

@@ -119,7 +119,9 @@ static inline K3_HOST_DEVICE void k3_synth_block(K3SynthRule rule, K3SynthBlock 
     uint64_t bits = k3_synth_bits(rule.key, index * 32u + 1u + (uint64_t)(i / 8));
     for (int32_t j = 0; j < 8 && i + j < shape.bytes; j++) block[i + j] = (uint8_t)(bits >> (8 * j));
   }
-  uint16_t d = k3_f16_from_float(rule.deviation / shape.unit * k3_synth_jitter(k3_synth_bits(rule.key, index * 32u)));
+  uint64_t draw = k3_synth_bits(rule.key, index * 32u);
+  uint16_t d = k3_f16_from_float(rule.deviation / shape.unit * k3_synth_jitter(draw));
+  if (shape.offset_at < 0) d = (uint16_t)(d | (draw & 1u) << 15); /* codes are not symmetric about zero: their blocks are */
   if (shape.scale_at >= 0) k3_synth_put16(block + shape.scale_at, d);
   else
     for (int32_t i = 0; i < 4; i++)
