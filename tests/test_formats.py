@@ -153,7 +153,7 @@ def test_whole_model_agrees_with_the_reference(name, tmp_path):
         if model.route_margin > 3e-5:
             break
     k3("info", path, "--check")
-    if name != "f16":
+    if name not in ("f16", "mxfp4"):           # mxfp4 has powers of two alone
         for tensor, gain in (("lm_head", 2.0), ("layers/002/experts_gate", 1.5)):
             got = deviation(model.file, tensor, name) / gain
             assert 0.8 < got < 1.2, f"{name}: {tensor} deviates {got} times what was asked for"

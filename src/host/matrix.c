@@ -1,51 +1,15 @@
 /* Products with stored weights. See matrix.h. Layer: host backend.
- * The decoders are plan/blocks.h's, a block at a time; all products stand on it. Twin of kernels/linear.cu. */
+ * Rows are decoded (plan/decode.h) a few blocks at a time; all products stand on it. Twin of kernels/linear.cu. */
 #include "host/matrix.h"
 
-#include <string.h>
-
-#include "plan/blocks.h"
-#include "plan/codebook.h"
+#include "plan/decode.h"
 
 enum { PIECE = 256 }; /* values decoded at a time: the largest block, and a multiple of all blocks */
-
-static uint16_t read_u16(const uint8_t *at) { return (uint16_t)(at[0] | (at[1] << 8)); }
-
-static void decode_blocks(const K3HostMatrix *matrix, const uint8_t *data, int64_t count, float *out)
-{
-  const K3Format *format = k3_format(matrix->type);
-  const K3Codebook *codebook = matrix->book ? k3_codebook((K3CodebookId)k3_codebook_of(matrix->type)) : NULL;
-  K3BlockBook book = {matrix->book, codebook ? matrix->book + codebook->words : NULL, 1, 1};
-  int runs = k3_block_runs(matrix->type), units = (int)format->block_values / (runs * K3_BLOCK_RUN);
-  for (int64_t at = 0; at < count; at += format->block_values, data += format->block_bytes) {
-    K3BlockParts parts = {data + format->codes.at, data + format->high.at, data + format->scale.at};
-    for (int unit = 0; unit < units; unit++) {
-      uint32_t word[K3_BLOCK_WORDS];
-      k3_block_fetch(matrix->type, parts, unit, word);
-      for (int r = 0; r < runs; r++) {
-        K3BlockRun run;
-        float *to = out + at + K3_BLOCK_RUN * k3_block_run_at(matrix->type, unit, r);
-        k3_block_decode(matrix->type, word, unit, r, &book, &run);
-        for (int i = 0; i < K3_BLOCK_RUN; i++) to[i] = k3_block_value(&run, i);
-      }
-    }
-  }
-}
 
 /* `count` values (at most PIECE, whole blocks) of a row from column `col`. */
 static void decode_piece(const K3HostMatrix *matrix, const uint8_t *row, int64_t col, int64_t count, float *out)
 {
-  const uint8_t *data = row + k3_format_bytes(matrix->type, col);
-  switch (matrix->type) {
-  case K3_TYPE_F32: memcpy(out, data, (size_t)count * 4); return;
-  case K3_TYPE_BF16:
-    for (int64_t i = 0; i < count; i++) out[i] = k3_bf16_to_float(read_u16(data + 2 * i));
-    return;
-  case K3_TYPE_F16:
-    for (int64_t i = 0; i < count; i++) out[i] = k3_f16_to_float(read_u16(data + 2 * i));
-    return;
-  default: decode_blocks(matrix, data, count, out);
-  }
+  k3_decode(matrix->type, matrix->book, row + k3_format_bytes(matrix->type, col), count, out);
 }
 
 static const uint8_t *row_at(const K3HostMatrix *matrix, int64_t expert, int64_t row)
