@@ -154,6 +154,7 @@ struct K3Cuda {
 
   K3CudaPool weights, state;
   uint32_t *codebook; /* iq1_s, packed; NULL when no tensor needs it */
+  uint32_t *books[K3_CODEBOOK_COUNT]; /* of GGUF blocks, as k3_codebook_pack makes them; NULL where no tensor needs one */
   int8_t *codebook_grid;
   K3CudaTensor *tensors; /* [table.count] */
   K3CudaLayer *layers;   /* [num_layers] */
@@ -237,6 +238,8 @@ K3Status k3_cuda_place_state(K3Cuda *cuda, K3CudaPool *pool);
 int64_t k3_cuda_most_rows(const K3Cuda *cuda, const K3Plan *plan);
 /* Floats of acc, and of m or l, that plans of `shape`, ending at `limit`, want while rows grow up to `most`; *acc, *ml only grow. */
 K3Status k3_cuda_most_partials(K3AttentionShape shape, int64_t most, int64_t limit, int64_t *acc, int64_t *ml);
+/* The type that a tensor is kept in on the device. */
+K3Type k3_cuda_placed_type(const K3Source *source, int64_t index);
 int64_t k3_cuda_widest_group(const K3Cuda *cuda);
 
 /* load.cu */

@@ -269,7 +269,7 @@ struct Iq1Exact : Iq1Base {
   }
 };
 
-/* ---- bf16: 8 values; f32: 4 values; always times float activations ---- */
+/* ---- bf16, f16: 8 values; f32: 4 values; always times float activations ---- */
 struct PlainRaw {
   uint4 w;
 };
@@ -293,6 +293,19 @@ struct Bf16 : PlainBase {
     return dot4(in.values[cell(2 * x.i + 1)], low(r.w.z), high(r.w.z), low(r.w.w), high(r.w.w), sum);
   }
 };
+struct F16 : PlainBase {
+  enum { VALUES = 8 };
+  static __device__ __forceinline__ float dot(const Raw &r, const X &x, const SharedInput &in)
+  {
+    float sum = 0;
+#pragma unroll
+    for (int k = 0; k < 2; k++) {
+      uint32_t a = word(r.w, 2 * k), b = word(r.w, 2 * k + 1);
+      sum = dot4(in.values[cell(2 * x.i + k)], half_bits(a & 0xffffu), half_bits(a >> 16), half_bits(b & 0xffffu), half_bits(b >> 16), sum);
+    }
+    return sum;
+  }
+};
 struct F32 : PlainBase {
   enum { VALUES = 4 };
   static __device__ __forceinline__ float dot(const Raw &r, const X &x, const SharedInput &in)
@@ -302,13 +315,14 @@ struct F32 : PlainBase {
   }
 };
 
-/* Element (row, col) of any matrix, decoded. */
+/* Element (row, col) of a matrix, decoded (GGUF blocks: block_element in blocks.cuh). */
 static __device__ inline float element(const K3CudaMatrix &m, int64_t row, int64_t col)
 {
   int64_t at = row * m.cols + col;
   switch (m.type) {
   case K3_TYPE_F32: return ((const float *)m.codes)[at];
   case K3_TYPE_BF16: return __uint_as_float((uint32_t)((const uint16_t *)m.codes)[at] << 16);
+  case K3_TYPE_F16: return half_bits(((const uint16_t *)m.codes)[at]);
   case K3_TYPE_Q8_0: return (float)((const int8_t *)m.codes)[at] * half_bits(((const uint16_t *)m.scale)[at >> 5]);
   case K3_TYPE_MXFP4: {
     uint32_t nibble = (((const uint8_t *)m.codes)[at >> 1] >> ((at & 1) * 4)) & 15u;

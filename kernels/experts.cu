@@ -246,7 +246,7 @@ __global__ void __launch_bounds__(THREADS, 1) down_kernel(const __grid_constant_
 /* ---- choice of the kernel ---- */
 int piece_values(K3Type type)
 {
-  static const int values[K3_TYPE_COUNT] = {4, 8, 16, 32, 128};
+  static const int values[K3_TYPE_COUNT] = {4, 8, 16, 32, 128, 8};
   return values[type];
 }
 
@@ -288,6 +288,18 @@ K3Status check_threads(const K3CudaLaunch *launch, int threads)
   return K3_OK;
 }
 
+/* The shared experts' down as a launch of its own. */
+K3Status shared_down(const K3CudaLaunch *launch, const K3CudaExpertsDown *e)
+{
+  if (!e->shared.y) return K3_OK;
+  K3CudaLinear linear = {};
+  linear.input = e->shared_input;
+  linear.count = 1;
+  linear.items[0] = e->shared;
+  linear.exact = e->exact;
+  return k3_cuda_linear(launch, &linear);
+}
+
 } /* namespace */
 
 K3Status k3_cuda_experts_gate_up(const K3CudaLaunch *launch, const K3CudaExpertsGateUp *experts)
@@ -296,7 +308,8 @@ K3Status k3_cuda_experts_gate_up(const K3CudaLaunch *launch, const K3CudaExperts
   const K3CudaExpertsGateUp *e = experts;
   int threads = e->threads ? e->threads : THREADS;
   K3_TRY(check_threads(launch, threads));
-  int values = piece_values(e->gate.type), exact = e->exact || !k3_format_is_quantised(e->gate.type);
+  int blocks = k3_cuda_is_blocks(e->gate.type), values = blocks ? (int)k3_format(e->gate.type)->block_values : piece_values(e->gate.type);
+  int exact = e->exact || !k3_format_is_quantised(e->gate.type);
   if (e->gate.type != e->up.type || e->gate.cols != e->y.n || e->up.cols != e->y.n || e->gate.cols % values ||
       e->gate.rows != e->local * e->band || e->up.rows != e->gate.rows)
     K3_FAIL(K3_ERR_INPUT, "experts of layer %lld: gate %lld x %lld, up %lld x %lld (%s, %s) for %lld experts of %lld rows and a "
@@ -307,6 +320,7 @@ K3Status k3_cuda_experts_gate_up(const K3CudaLaunch *launch, const K3CudaExperts
     K3_FAIL(K3_ERR_INPUT, "experts of layer %lld: %d chosen of band %lld; at most %d and %d are possible",
             (long long)launch->layer, e->routing.chosen, (long long)e->band, K3_ROUTER_CHOSEN, (1 << 13) - 1);
   if (e->route) K3_TRY(k3_cuda_routing_check(launch, &e->routing));
+  if (blocks) return k3_cuda_experts_gate_up_blocks(launch, e);
   a.e = *e;
   a.tiling = tiling_of((int)(e->gate.cols / values));
   a.magic = magic_of(e->band);
@@ -326,7 +340,8 @@ K3Status k3_cuda_experts_down(const K3CudaLaunch *launch, const K3CudaExpertsDow
   const K3CudaExpertsDown *e = experts;
   int threads = e->threads ? e->threads : THREADS;
   K3_TRY(check_threads(launch, threads));
-  int values = piece_values(e->down.type), exact = e->exact || !k3_format_is_quantised(e->down.type);
+  int blocks = k3_cuda_is_blocks(e->down.type), values = blocks ? (int)k3_format(e->down.type)->block_values : piece_values(e->down.type);
+  int exact = e->exact || !k3_format_is_quantised(e->down.type);
   if (e->down.cols != e->band || e->down.rows != e->local * e->latent || e->band % values)
     K3_FAIL(K3_ERR_INPUT, "experts of layer %lld: down %lld x %lld (%s) for %lld experts of %lld x %lld",
             (long long)launch->layer, (long long)e->down.rows, (long long)e->down.cols, k3_format(e->down.type)->name,
@@ -334,6 +349,10 @@ K3Status k3_cuda_experts_down(const K3CudaLaunch *launch, const K3CudaExpertsDow
   if (e->band >= 1 << 13 || e->chosen < 1 || e->chosen > K3_ROUTER_CHOSEN)
     K3_FAIL(K3_ERR_INPUT, "experts of layer %lld: %d chosen of band %lld; at most %d and %d are possible",
             (long long)launch->layer, e->chosen, (long long)e->band, K3_ROUTER_CHOSEN, (1 << 13) - 1);
+  if (blocks) {
+    K3_TRY(k3_cuda_experts_down_blocks(launch, e));
+    return shared_down(launch, e);
+  }
   a.e = *e;
   a.pieces = (int)(e->band / values);
   a.magic = magic_of(a.pieces);
@@ -360,11 +379,5 @@ K3Status k3_cuda_experts_down(const K3CudaLaunch *launch, const K3CudaExpertsDow
   void *arguments[] = {&a};
   K3_TRY(k3_cuda_launch_kernel(launch, "down_kernel", down_of(e->down.type, e->exact), grid, (unsigned)threads, 1,
                                (size_t)a.shared.bytes, arguments));
-  if (!e->shared.y || fuse) return K3_OK;
-  K3CudaLinear linear = {};
-  linear.input = e->shared_input;
-  linear.count = 1;
-  linear.items[0] = e->shared;
-  linear.exact = e->exact;
-  return k3_cuda_linear(launch, &linear);
+  return fuse ? K3_OK : shared_down(launch, e);
 }

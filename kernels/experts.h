@@ -52,6 +52,10 @@ typedef struct {
 } K3CudaExpertsDown;
 K3Status k3_cuda_experts_down(const K3CudaLaunch *launch, const K3CudaExpertsDown *experts);
 
+/* The same of matrices of GGUF blocks (k3_cuda_is_blocks), which the two above pass on: experts_blocks.cu. shared is left out. */
+K3Status k3_cuda_experts_gate_up_blocks(const K3CudaLaunch *launch, const K3CudaExpertsGateUp *experts);
+K3Status k3_cuda_experts_down_blocks(const K3CudaLaunch *launch, const K3CudaExpertsDown *experts);
+
 #ifdef __cplusplus
 }
 #endif

@@ -5,12 +5,22 @@
  * Twins: k3_host_embed, k3_host_argmax. */
 #include "kernels/head.h"
 
-#include "kernels/dot.cuh"
-#include "kernels/wait.cuh"
+#include "kernels/blocks.cuh"
+#include "plan/codebook.h"
 
 namespace {
 
 enum { EMBED_THREADS = 256, ARGMAX_THREADS = 1024, ARGMAX_BLOCKS = 128 };
+
+__global__ void __launch_bounds__(EMBED_THREADS) embed_blocks_kernel(const __grid_constant__ K3CudaEmbed a,
+                                                                     const __grid_constant__ k3::BlockMatrix blocks, int grid_words)
+{
+  k3_wait();
+  int64_t row = *(const volatile int64_t *)a.token - a.first_row;
+  int64_t i = blockIdx.x * (int64_t)EMBED_THREADS + threadIdx.x;
+  if (i >= a.matrix.cols) return;
+  a.values[i] = row >= 0 && row < a.matrix.rows ? k3::block_element(a.matrix, blocks, grid_words, row, i) : 0.0f;
+}
 
 __global__ void __launch_bounds__(EMBED_THREADS) embed_kernel(const __grid_constant__ K3CudaEmbed a)
 {
@@ -82,6 +92,13 @@ K3Status k3_cuda_embed(const K3CudaLaunch *launch, const K3CudaEmbed *embed)
   K3CudaEmbed a = *embed;
   void *arguments[] = {&a};
   unsigned grid = (unsigned)((a.matrix.cols + EMBED_THREADS - 1) / EMBED_THREADS);
+  if (k3_cuda_is_blocks(a.matrix.type)) {
+    int id = k3_codebook_of(a.matrix.type), grid_words = id < 0 ? 0 : k3_codebook((K3CodebookId)id)->words;
+    k3::BlockMatrix blocks = k3::block_matrix(a.matrix);
+    void *blocks_arguments[] = {&a, &blocks, &grid_words};
+    return k3_cuda_launch_kernel(launch, "embed_blocks_kernel", (const void *)embed_blocks_kernel, grid, EMBED_THREADS, 1, 0,
+                                 blocks_arguments);
+  }
   return k3_cuda_launch_kernel(launch, "embed_kernel", (const void *)embed_kernel, grid, EMBED_THREADS, 1, 0, arguments);
 }
 

@@ -133,6 +133,7 @@ __device__ __forceinline__ void linear_mixed(const Arguments &a)
     switch (item.matrix.type) {
     case K3_TYPE_F32: one_item<F32, EXACT ? 2 : 4>(item, in, segments, begin, end); break;
     case K3_TYPE_BF16: one_item<Bf16, EXACT ? 2 : 4>(item, in, segments, begin, end); break;
+    case K3_TYPE_F16: one_item<F16, EXACT ? 2 : 4>(item, in, segments, begin, end); break;
     case K3_TYPE_Q8_0:
       if (EXACT) one_item<Q8Exact, 2>(item, in, segments, begin, end);
       else one_item<Q8Int, 4>(item, in, segments, begin, end);
@@ -190,7 +191,7 @@ int blocks_per_sm(const K3CudaLinear *linear)
 
 int piece_values(K3Type type)
 {
-  static const int values[K3_TYPE_COUNT] = {4, 8, 16, 32, 128};
+  static const int values[K3_TYPE_COUNT] = {4, 8, 16, 32, 128, 8};
   return values[type];
 }
 
@@ -202,6 +203,19 @@ int64_t k3_cuda_linear_bytes(const K3CudaLinear *linear)
   for (int i = 0; i < linear->count; i++)
     bytes += k3_cuda_matrix_read_bytes(&linear->items[i].matrix, linear->items[i].matrix.rows);
   return bytes;
+}
+
+/* GGUF blocks have kernels of their own, a launch a matrix; the others stay together. */
+static K3Status multiply_blocks(const K3CudaLaunch *launch, const K3CudaLinear *linear)
+{
+  K3CudaLinear rest = *linear;
+  rest.count = 0;
+  for (int i = 0; i < linear->count; i++) {
+    const K3CudaLinearItem *item = &linear->items[i];
+    if (k3_cuda_is_blocks(item->matrix.type)) K3_TRY(k3_cuda_linear_blocks(launch, &linear->input, item, linear->exact));
+    else rest.items[rest.count++] = *item;
+  }
+  return rest.count ? k3_cuda_linear(launch, &rest) : K3_OK;
 }
 
 K3Status k3_cuda_linear(const K3CudaLaunch *launch, const K3CudaLinear *linear)
@@ -217,6 +231,8 @@ K3Status k3_cuda_linear(const K3CudaLaunch *launch, const K3CudaLinear *linear)
   uint64_t all_cost = 0;
   if (linear->count < 1 || linear->count > K3_LINEAR_ITEMS)
     K3_FAIL(K3_ERR_INPUT, "linear: %d matrices in one launch; 1 to %d are possible", linear->count, K3_LINEAR_ITEMS);
+  for (int i = 0; i < linear->count; i++)
+    if (k3_cuda_is_blocks(linear->items[i].matrix.type)) return multiply_blocks(launch, linear);
   for (int i = 0; i < linear->count; i++) {
     const K3CudaMatrix *m = &linear->items[i].matrix;
     Item *item = &a.items[i];

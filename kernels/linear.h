@@ -31,6 +31,9 @@ typedef struct {
 
 K3Status k3_cuda_linear(const K3CudaLaunch *launch, const K3CudaLinear *linear);
 
+/* One matrix of GGUF blocks (k3_cuda_is_blocks), in a launch of its own (linear_blocks.cu). */
+K3Status k3_cuda_linear_blocks(const K3CudaLaunch *launch, const K3CudaInput *input, const K3CudaLinearItem *item, int exact);
+
 /* Bytes of weights that the launch reads. */
 int64_t k3_cuda_linear_bytes(const K3CudaLinear *linear);
 

@@ -9,6 +9,9 @@
 #include "base/clock.h"
 #include "kernels/backend.h"
 #include "kernels/norm.h"
+extern "C" {
+#include "plan/decode.h"
+}
 
 enum { STAGING_BYTES = 64 << 20 };
 
@@ -72,14 +75,9 @@ static Slabs slabs_of(const K3TensorSpec *spec, K3Type type, const K3Band *band)
   return s;
 }
 
-/* One box through a staging buffer to rows [row, row + rows). */
-static K3Status stage(K3Cuda *cuda, Loader *loader, int64_t index, const K3Band *box, int64_t row, int64_t rows,
-                      int64_t bytes)
+/* A filled staging buffer to rows [row, row + rows). */
+static K3Status upload(K3Cuda *cuda, Loader *loader, int turn, int64_t index, int64_t row, int64_t rows, int64_t bytes)
 {
-  int turn = loader->turn;
-  loader->turn ^= 1;
-  K3_CUDA_TRY(cudaEventSynchronize(loader->free_again[turn]));
-  K3_TRY(cuda->source->read(cuda->source, index, box, loader->host[turn]));
   K3_CUDA_TRY(
       cudaMemcpyAsync(loader->device[turn], loader->host[turn], (size_t)bytes, cudaMemcpyHostToDevice, cuda->stream));
   K3CudaRepack repack;
@@ -90,6 +88,17 @@ static K3Status stage(K3Cuda *cuda, Loader *loader, int64_t index, const K3Band 
   K3_TRY(k3_cuda_repack(&cuda->launch, &repack));
   K3_CUDA_TRY(cudaEventRecord(loader->free_again[turn], cuda->stream));
   return K3_OK;
+}
+
+/* One box through a staging buffer to rows [row, row + rows). */
+static K3Status stage(K3Cuda *cuda, Loader *loader, int64_t index, const K3Band *box, int64_t row, int64_t rows,
+                      int64_t bytes)
+{
+  int turn = loader->turn;
+  loader->turn ^= 1;
+  K3_CUDA_TRY(cudaEventSynchronize(loader->free_again[turn]));
+  K3_TRY(cuda->source->read(cuda->source, index, box, loader->host[turn]));
+  return upload(cuda, loader, turn, index, row, rows, bytes);
 }
 
 static K3Status load_matrix(K3Cuda *cuda, Loader *loader, int64_t index, const K3Band *band)
@@ -140,6 +149,41 @@ static K3Status make_matrix(K3Cuda *cuda, Loader *loader, int64_t index, const K
   return k3_cuda_synth(&cuda->launch, &synth);
 }
 
+/* A matrix that is kept as float32 (k3_cuda_placed_type), decoded on the host, a few rows at a time. */
+static K3Status decode_matrix(K3Cuda *cuda, Loader *loader, int64_t index, const K3Band *band)
+{
+  K3Status status = K3_OK;
+  K3Source *source = cuda->source;
+  K3Type type = source->types[index];
+  int id = k3_codebook_of(type);
+  int64_t cols = band->count[1], row_bytes = k3_format_bytes(type, cols), most = STAGING_BYTES / (cols * 4), at = cuda->tensors[index].row;
+  uint32_t *book = NULL;
+  uint8_t *stored = NULL;
+  if (most < 1)
+    K3_FAIL(K3_ERR_INPUT, "%s: a row of %s has %lld values; at most %d can be loaded", source->origin, source->table.specs[index].path,
+            (long long)cols, STAGING_BYTES / 4);
+  if (id >= 0) K3_TRY_DONE(k3_source_codebook(source, (K3CodebookId)id, &book));
+  stored = (uint8_t *)malloc((size_t)(most * row_bytes));
+  if (!stored)
+    K3_FAIL_DONE(K3_ERR_INPUT, "%s: no memory for %lld bytes of %s", source->origin, (long long)(most * row_bytes),
+                 source->table.specs[index].path);
+  for (int64_t row = 0; row < band->count[0]; row += most) {
+    K3Band box = *band;
+    int turn = loader->turn;
+    loader->turn ^= 1;
+    box.begin[0] += row;
+    box.count[0] = most < band->count[0] - row ? most : band->count[0] - row;
+    K3_TRY_DONE(source->read(source, index, &box, stored));
+    K3_CUDA_TRY_DONE(cudaEventSynchronize(loader->free_again[turn]));
+    k3_decode(type, book, stored, box.count[0] * cols, (float *)loader->host[turn]);
+    K3_TRY_DONE(upload(cuda, loader, turn, index, at + row, box.count[0], box.count[0] * cols * 4));
+  }
+done:
+  free(book);
+  free(stored);
+  return status;
+}
+
 /* --- vectors and the codebook ------------------------------------------------------------------------------- */
 
 static K3Status load_vector(K3Cuda *cuda, Loader *loader, int64_t index, const K3Band *band)
@@ -151,10 +195,9 @@ static K3Status load_vector(K3Cuda *cuda, Loader *loader, int64_t index, const K
   K3_CUDA_TRY(cudaStreamSynchronize(cuda->stream)); /* both buffers are ours */
   K3_TRY(cuda->source->read(cuda->source, index, band, loader->host[0]));
   const void *values = loader->host[0];
-  if (cuda->source->types[index] == K3_TYPE_BF16) {
-    float *wide = (float *)loader->host[1];
-    for (int64_t i = 0; i < count; i++) wide[i] = k3_bf16_to_float(((const uint16_t *)loader->host[0])[i]);
-    values = wide;
+  if (cuda->source->types[index] != K3_TYPE_F32) {
+    k3_decode(cuda->source->types[index], NULL, (const uint8_t *)loader->host[0], count, (float *)loader->host[1]);
+    values = loader->host[1];
   }
   const K3TensorSpec *spec = &cuda->source->table.specs[index];
   for (int64_t i = 0; spec->role == K3_ROLE_ROUTER_BIAS && cuda->bad_bias_layer < 0 && i < count; i++)
@@ -164,7 +207,7 @@ static K3Status load_vector(K3Cuda *cuda, Loader *loader, int64_t index, const K
 }
 
 /* The file's codebook, uploaded and packed. */
-static K3Status load_codebook(K3Cuda *cuda)
+static K3Status load_iq1_s_codebook(K3Cuda *cuda)
 {
   enum { BYTES = K3_CODEBOOK_ENTRIES * 8 };
   void *data = NULL;
@@ -183,6 +226,25 @@ done:
   return status;
 }
 
+/* Those of GGUF blocks, packed on the host. */
+static K3Status load_codebooks(K3Cuda *cuda)
+{
+  K3Status status = K3_OK;
+  uint32_t *words = NULL;
+  K3_TRY_DONE(load_iq1_s_codebook(cuda));
+  for (int id = 0; id < K3_CODEBOOK_COUNT; id++) {
+    if (!cuda->books[id]) continue;
+    K3_TRY_DONE(k3_source_codebook(cuda->source, (K3CodebookId)id, &words));
+    K3_CUDA_TRY_DONE(cudaMemcpy(cuda->books[id], words, (size_t)k3_codebook_words(k3_codebook((K3CodebookId)id)) * sizeof *words,
+                                cudaMemcpyHostToDevice));
+    free(words);
+    words = NULL;
+  }
+done:
+  free(words);
+  return status;
+}
+
 /* --- all ------------------------------------------------------------------------------------------------------ */
 
 static K3Status load_tensor(K3Cuda *cuda, Loader *loader, int64_t index)
@@ -192,6 +254,8 @@ static K3Status load_tensor(K3Cuda *cuda, Loader *loader, int64_t index)
   cuda->launch.layer = spec->layer;
   if (k3_band_elements(&band) > 0) {
     if (!spec->is_matrix) K3_TRY(load_vector(cuda, loader, index, &band));
+    else if (k3_cuda_placed_type(cuda->source, index) != cuda->source->types[index])
+      K3_TRY(decode_matrix(cuda, loader, index, &band));
     else if (loader->synthetic) K3_TRY(make_matrix(cuda, loader, index, &band));
     else K3_TRY(load_matrix(cuda, loader, index, &band));
   }
@@ -222,7 +286,7 @@ K3Status k3_cuda_load_weights(K3Cuda *cuda, K3Progress progress, void *context)
   double begin = 1e-3 * k3_clock_ms();
   cuda->launch.phase = "load";
   K3_TRY_DONE(open_loader(cuda, &loader));
-  K3_TRY_DONE(load_codebook(cuda));
+  K3_TRY_DONE(load_codebooks(cuda));
   for (int64_t i = 0; i < cuda->source->table.count; i++) {
     K3_TRY_DONE(load_tensor(cuda, &loader, i));
     if (progress) progress(context, loader.done, loader.all);

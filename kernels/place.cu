@@ -40,11 +40,15 @@ K3Status k3_cuda_check_limits(const K3Cuda *cuda)
   K3_TRY(check_at_most(cuda, "num_experts_per_token", c->num_experts_per_token, K3_ROUTER_CHOSEN));
   K3_TRY(check_at_most(cuda, "the intermediate band of a rank", k3_cuda_own(cuda, K3_SHARE_EXPERTS), (1 << 13) - 1));
   for (int64_t i = 0; i < source->table.count; i++) {
-    K3Type type = source->types[i];
-    if (source->table.specs[i].role == K3_ROLE_KV_B_PROJ && type != K3_TYPE_F32 && type != K3_TYPE_BF16 &&
-        type != K3_TYPE_Q8_0)
-      K3_FAIL(K3_ERR_INPUT, "%s: the CUDA backend reads %s as f32, bf16 or q8_0, got %s", source->origin,
-              source->table.specs[i].path, k3_format(type)->name);
+    const K3TensorSpec *spec = &source->table.specs[i];
+    if (spec->share == K3_SHARE_EXPERTS && source->types[i] == K3_TYPE_F16)
+      K3_FAIL(K3_ERR_INPUT, "%s: the CUDA backend does not read experts of f16 (%s); run with --backend host", source->origin, spec->path);
+    if (spec->role != K3_ROLE_EXPERTS_UP) continue;
+    int64_t gate = k3_tensors_find(&source->table, spec->layer, K3_ROLE_EXPERTS_GATE);
+    if (source->types[gate] != source->types[i])
+      K3_FAIL(K3_ERR_INPUT, "%s: the CUDA backend reads experts_gate and experts_up of one format, got %s (%s) and %s (%s); "
+              "run with --backend host", source->origin, source->table.specs[gate].path, k3_format(source->types[gate])->name,
+              spec->path, k3_format(source->types[i])->name);
   }
   return K3_OK;
 }
@@ -58,6 +62,14 @@ typedef struct {
   int64_t rows, cols; /* of the band, experts stacked */
 } Shape;
 
+/* The kernels of absorbed attention read kv_b_proj as f32, bf16 or q8_0; of other types it is decoded when it is loaded. */
+K3Type k3_cuda_placed_type(const K3Source *source, int64_t index)
+{
+  K3Type type = source->types[index];
+  int served = type == K3_TYPE_F32 || type == K3_TYPE_BF16 || type == K3_TYPE_Q8_0;
+  return source->table.specs[index].role == K3_ROLE_KV_B_PROJ && !served ? K3_TYPE_F32 : type;
+}
+
 static Shape shape_of(const K3Cuda *cuda, int64_t index)
 {
   const K3TensorSpec *spec = &cuda->source->table.specs[index];
@@ -65,7 +77,7 @@ static Shape shape_of(const K3Cuda *cuda, int64_t index)
   Shape shape;
   shape.index = index;
   shape.spec = spec;
-  shape.type = cuda->source->types[index];
+  shape.type = k3_cuda_placed_type(cuda->source, index);
   shape.cols = band.count[spec->rank - 1];
   shape.rows = shape.cols > 0 ? k3_band_elements(&band) / shape.cols : 0;
   return shape;
@@ -76,7 +88,9 @@ static K3Status place_matrix(K3Cuda *cuda, K3CudaPool *pool, K3Type type, int64_
 {
   void *memory = NULL;
   K3_TRY(k3_cuda_pool_take(pool, k3_cuda_matrix_bytes(type, rows, cols), &memory));
-  return k3_cuda_matrix_place(type, rows, cols, memory, cuda->codebook, matrix);
+  int book = k3_codebook_of(type);
+  return k3_cuda_matrix_place(type, rows, cols, memory, book < 0 ? NULL : k3_cuda_is_blocks(type) ? cuda->books[book] : cuda->codebook,
+                              matrix);
 }
 
 /* Matrices of one input, in this order; neighbours of one type become one matrix. */
@@ -137,10 +151,16 @@ static K3Status place_tensor(K3Cuda *cuda, K3CudaPool *pool, int64_t index)
 K3Status k3_cuda_place_weights(K3Cuda *cuda, K3CudaPool *pool)
 {
   int64_t hidden = cuda->config->hidden_size * 4;
-  int needs_codebook = 0;
+  int needed[K3_CODEBOOK_COUNT], needs_codebook = 0;
   memset(cuda->tensors, 0, (size_t)cuda->source->table.count * sizeof *cuda->tensors);
   cuda->codebook = NULL;
   for (int64_t i = 0; i < cuda->source->table.count; i++) needs_codebook |= cuda->source->types[i] == K3_TYPE_IQ1_S;
+  k3_codebooks_needed(cuda->source->types, cuda->source->table.count, needed);
+  for (int id = 0; id < K3_CODEBOOK_COUNT; id++) {
+    cuda->books[id] = NULL;
+    if (needed[id])
+      K3_TRY(k3_cuda_pool_take(pool, k3_codebook_words(k3_codebook((K3CodebookId)id)) * (int64_t)sizeof(uint32_t), (void **)&cuda->books[id]));
+  }
   if (needs_codebook) {
     K3_TRY(k3_cuda_pool_take(pool, K3_CODEBOOK_ENTRIES * 4, (void **)&cuda->codebook));
     K3_TRY(k3_cuda_pool_take(pool, K3_CODEBOOK_ENTRIES * 8, (void **)&cuda->codebook_grid));

@@ -48,6 +48,16 @@ __device__ __forceinline__ void put_iq1_s(const K3CudaMatrix &m, int64_t at, con
   ((uint4 *)m.high)[at] = make_uint4(w[8], w[9], w[10], w[11]);
 }
 
+/* Two bytes at `at` of block `block` of a GGUF format. */
+__device__ __forceinline__ void put_half(const K3CudaMatrix &m, const K3Format &f, int64_t block, int at, uint16_t two)
+{
+  K3BlockPart part = f.scale;
+  const void *base = m.scale;
+  if (at >= f.codes.at && at < f.codes.at + f.codes.bytes) part = f.codes, base = m.codes;
+  else if (at >= f.high.at && at < f.high.at + f.high.bytes) part = f.high, base = m.high;
+  *(uint16_t *)((char *)base + block * part.bytes + (at - part.at)) = two;
+}
+
 template <int TYPE>
 __device__ __forceinline__ void put(const K3CudaMatrix &m, int64_t at, const uint8_t *block)
 {
@@ -65,6 +75,18 @@ __global__ void __launch_bounds__(THREADS) repack_kernel(K3CudaMatrix m, int64_t
 #pragma unroll
     for (int k = 0; k < BYTES; k++) block[k] = stored[i * BYTES + k];
     put<TYPE>(m, first + i, block);
+  }
+}
+
+/* GGUF blocks: two bytes a thread, each to its part. */
+__global__ void __launch_bounds__(THREADS) repack_blocks_kernel(K3CudaMatrix m, K3Format f, int64_t first, int64_t count,
+                                                                const uint16_t *stored)
+{
+  k3_wait();
+  const int halves = (int)f.block_bytes / 2;
+  for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < count * halves; i += gridDim.x * (int64_t)blockDim.x) {
+    int64_t block = i / halves;
+    put_half(m, f, first + block, (int)(i - block * halves) * 2, stored[i]);
   }
 }
 
@@ -100,6 +122,8 @@ __global__ void __launch_bounds__(THREADS) synth_kernel(const __grid_constant__ 
       ((float *)s.matrix.codes)[at] = synth_float(s.rule, index);
     } else if (TYPE == K3_TYPE_BF16) {
       ((uint16_t *)s.matrix.codes)[at] = k3_bf16_from_float(synth_float(s.rule, index));
+    } else if (TYPE == K3_TYPE_F16) {
+      ((uint16_t *)s.matrix.codes)[at] = k3_f16_from_float(synth_float(s.rule, index));
     } else {
       uint8_t block[BYTES];
       if (TYPE == K3_TYPE_Q8_0) k3_synth_q8_0(s.rule, index, block);
@@ -107,6 +131,23 @@ __global__ void __launch_bounds__(THREADS) synth_kernel(const __grid_constant__ 
       else k3_synth_iq1_s(s.rule, index, block);
       put<TYPE>(s.matrix, at, block);
     }
+  }
+}
+
+/* The same of GGUF blocks. */
+__global__ void __launch_bounds__(THREADS) synth_blocks_kernel(const __grid_constant__ K3CudaSynth s, const __grid_constant__ K3Format f,
+                                                               const __grid_constant__ K3SynthBlock shape)
+{
+  k3_wait();
+  int64_t row_blocks = s.matrix.cols / f.block_values, full_blocks = s.full_cols / f.block_values;
+  int64_t first_block = s.first_col / f.block_values, count = s.rows * row_blocks;
+  for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < count; i += gridDim.x * (int64_t)blockDim.x) {
+    int64_t row = i / row_blocks, column = i - row * row_blocks, slab = row / s.slab_rows;
+    int64_t whole_row = s.first_row + slab * s.slab_stride + (row - slab * s.slab_rows);
+    uint8_t block[256];
+    k3_synth_block(s.rule, shape, (uint64_t)(whole_row * full_blocks + first_block + column), block);
+    for (int at = 0; at < shape.bytes; at += 2)
+      put_half(s.matrix, f, s.row * row_blocks + i, at, (uint16_t)(block[at] | block[at + 1] << 8));
   }
 }
 
@@ -133,14 +174,9 @@ struct PartBytes {
 
 PartBytes part_bytes(K3Type type, int64_t rows, int64_t cols)
 {
-  int64_t values = rows * cols;
-  switch (type) {
-  case K3_TYPE_F32: return PartBytes{values * 4, 0, 0};
-  case K3_TYPE_BF16: return PartBytes{values * 2, 0, 0};
-  case K3_TYPE_Q8_0: return PartBytes{values, 0, values / 32 * 2};
-  case K3_TYPE_MXFP4: return PartBytes{values / 2, 0, values / 32};
-  default: return PartBytes{values / 256 * 32, values / 256 * 16, values / 256 * 2};
-  }
+  const K3Format *f = k3_format(type);
+  int64_t blocks = rows * cols / f->block_values;
+  return PartBytes{blocks * f->codes.bytes, blocks * f->high.bytes, blocks * f->scale.bytes};
 }
 
 unsigned grid_of(const K3CudaLaunch *launch, int64_t count)
@@ -190,11 +226,18 @@ K3Status k3_cuda_repack(const K3CudaLaunch *launch, const K3CudaRepack *repack)
             (long long)(repack->row + repack->rows), (long long)m.rows);
   int64_t blocks = m.cols / k3_format(m.type)->block_values, first = repack->row * blocks, count = repack->rows * blocks;
   const void *stored = repack->d_stored;
+  if (k3_cuda_is_blocks(m.type)) {
+    K3Format f = *k3_format(m.type);
+    void *block_arguments[] = {&m, &f, &first, &count, &stored};
+    return k3_cuda_launch_kernel(launch, "repack_blocks_kernel", (const void *)repack_blocks_kernel,
+                                 grid_of(launch, count * f.block_bytes / 2), THREADS, 1, 0, block_arguments);
+  }
   void *arguments[] = {&m, &first, &count, &stored};
   const void *function = NULL;
   const char *name = "repack_kernel";
   switch (m.type) {
   case K3_TYPE_F32: function = (const void *)copy_kernel<uint32_t>; name = "copy_kernel"; break;
+  case K3_TYPE_F16:
   case K3_TYPE_BF16: function = (const void *)copy_kernel<uint16_t>; name = "copy_kernel"; break;
   case K3_TYPE_Q8_0: function = (const void *)repack_kernel<K3_TYPE_Q8_0, 34>; break;
   case K3_TYPE_MXFP4: function = (const void *)repack_kernel<K3_TYPE_MXFP4, 17>; break;
@@ -212,11 +255,19 @@ K3Status k3_cuda_synth(const K3CudaLaunch *launch, const K3CudaSynth *synth)
     K3_FAIL(K3_ERR_INPUT, "synth: band of %lld rows at %lld, columns %lld + %lld of %lld, in a matrix of %lld rows",
             (long long)s.rows, (long long)s.row, (long long)s.first_col, (long long)s.matrix.cols,
             (long long)s.full_cols, (long long)s.matrix.rows);
+  if (k3_cuda_is_blocks(s.matrix.type)) {
+    K3Format f = *k3_format(s.matrix.type);
+    K3SynthBlock shape = k3_synth_block_shape(s.matrix.type);
+    void *block_arguments[] = {&s, &f, &shape};
+    return k3_cuda_launch_kernel(launch, "synth_blocks_kernel", (const void *)synth_blocks_kernel,
+                                 grid_of(launch, s.rows * s.matrix.cols / values), THREADS, 1, 0, block_arguments);
+  }
   void *arguments[] = {&s};
   const void *function = NULL;
   switch (s.matrix.type) {
   case K3_TYPE_F32: function = (const void *)synth_kernel<K3_TYPE_F32, 1, 4>; break;
   case K3_TYPE_BF16: function = (const void *)synth_kernel<K3_TYPE_BF16, 1, 2>; break;
+  case K3_TYPE_F16: function = (const void *)synth_kernel<K3_TYPE_F16, 1, 2>; break;
   case K3_TYPE_Q8_0: function = (const void *)synth_kernel<K3_TYPE_Q8_0, 32, 34>; break;
   case K3_TYPE_MXFP4: function = (const void *)synth_kernel<K3_TYPE_MXFP4, 32, 17>; break;
   default: function = (const void *)synth_kernel<K3_TYPE_IQ1_S, 256, 50>; break;

@@ -1,10 +1,11 @@
 /* Matrices and vectors on the device, and filling them. Layer: backend (CUDA).
  *
  * A matrix keeps as many bytes as are stored, in parts, so that 16-byte loads are aligned:
- *   f32, bf16  values [rows][cols], row-major
+ *   f32, f16, bf16  values [rows][cols], row-major
  *   q8_0       codes int8 [rows][cols];            scale float16 [rows][cols/32]
  *   mxfp4      codes 16 bytes a block of 32;       scale E8M0 byte [rows][cols/32]
  *   iq1_s      codes qs, 32 bytes a block of 256;  high qh, 16 bytes a block;   scale float16 d [rows][cols/256]
+ *   GGUF blocks: the parts of K3Format, one block's after another's
  * Each part starts at a multiple of 256 bytes in one allocation. Rows of several tensors that share an input stand best
  * in ONE matrix (q, k, v, g, f_a, b of a KDA layer; router, routed_down, shared gate, shared up): reserve all
  * rows, then fill at different row offsets.
@@ -24,9 +25,9 @@ typedef struct {
   K3Type type;
   int64_t rows, cols;
   const void *codes;          /* values of the plain floats too */
-  const void *high;           /* iq1_s */
-  const void *scale;          /* q8_0, mxfp4, iq1_s */
-  const uint32_t *codebook;   /* iq1_s: packed, [2048], see k3_cuda_codebook_pack */
+  const void *high;           /* NULL where the format has no such part */
+  const void *scale;          /* the same */
+  const uint32_t *codebook;   /* iq1_s: see k3_cuda_codebook_pack; other formats: as k3_codebook_pack makes it */
 } K3CudaMatrix;
 
 enum { K3_CODEBOOK_ENTRIES = 2048 };
@@ -38,6 +39,12 @@ typedef struct {
   int8_t *codes;
   float *scales;
 } K3CudaVector;
+
+/* GGUF blocks, which the kernels of linear_blocks.cu and experts_blocks.cu multiply. */
+static inline int k3_cuda_is_blocks(K3Type type)
+{
+  return k3_format_is_quantised(type) && type != K3_TYPE_Q8_0 && type != K3_TYPE_MXFP4 && type != K3_TYPE_IQ1_S;
+}
 
 /* Bytes of device memory for a matrix, and its parts within `memory` (256-byte aligned).
  * Errors of place: K3_ERR_INPUT when a row is no whole number of blocks. */

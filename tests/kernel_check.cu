@@ -16,8 +16,15 @@
 __attribute__((weak)) void k3_check_attention(K3Table *table) { (void)table; }
 
 int8_t ref_grid[K3_CODEBOOK_ENTRIES][8];
-uint32_t *d_codebook;
+uint32_t *d_codebook, *d_books[K3_CODEBOOK_COUNT];
+uint32_t ref_books[K3_CODEBOOK_COUNT][K3_CODEBOOK_MOST_WORDS + 256];
 cudaStream_t check_stream; /* blocking: in order with the plain copies */
+
+static const uint32_t *codebook_of(K3Type type)
+{
+  int id = k3_codebook_of(type);
+  return id < 0 ? NULL : k3_cuda_is_blocks(type) ? d_books[id] : d_codebook;
+}
 
 /* A matrix on the device, by way of repack. */
 K3CudaMatrix device_matrix(const RefMatrix *m)
@@ -26,7 +33,7 @@ K3CudaMatrix device_matrix(const RefMatrix *m)
   K3CudaLaunch launch;
   K3_CHECK_STATUS(k3_cuda_launch_init(check_stream, 0, &launch));
   void *memory = k3_table_poisoned(k3_cuda_matrix_bytes(m->type, m->rows, m->cols));
-  K3_CHECK_STATUS(k3_cuda_matrix_place(m->type, m->rows, m->cols, memory, d_codebook, &matrix));
+  K3_CHECK_STATUS(k3_cuda_matrix_place(m->type, m->rows, m->cols, memory, codebook_of(m->type), &matrix));
   void *staged = k3_table_upload(m->stored, m->rows * m->row_bytes);
   K3CudaRepack repack = {matrix, 0, m->rows, staged};
   K3_CHECK_STATUS(k3_cuda_repack(&launch, &repack));
@@ -42,7 +49,7 @@ K3CudaMatrix synth_matrix(K3Type type, int64_t rows, int64_t cols, K3SynthRule r
   K3CudaLaunch launch;
   K3_CHECK_STATUS(k3_cuda_launch_init(check_stream, 0, &launch));
   void *memory = k3_table_poisoned(k3_cuda_matrix_bytes(type, rows, cols));
-  K3_CHECK_STATUS(k3_cuda_matrix_place(type, rows, cols, memory, d_codebook, &matrix));
+  K3_CHECK_STATUS(k3_cuda_matrix_place(type, rows, cols, memory, codebook_of(type), &matrix));
   K3CudaSynth synth = {matrix, rule, 0, rows, 0, rows, 0, 0, cols};
   K3_CHECK_STATUS(k3_cuda_synth(&launch, &synth));
   K3_CHECK_CUDA(cudaDeviceSynchronize());
@@ -115,7 +122,7 @@ static void check_fill(K3Table *table)
     K3CudaMatrix repacked = device_matrix(&band), made;
     bytes = k3_cuda_matrix_bytes(type, rows, cols);
     void *memory = k3_table_poisoned(bytes);
-    K3_CHECK_STATUS(k3_cuda_matrix_place(type, rows, cols, memory, d_codebook, &made));
+    K3_CHECK_STATUS(k3_cuda_matrix_place(type, rows, cols, memory, codebook_of(type), &made));
     K3CudaUse use;
     K3CudaLaunch launch = plain_launch(table, &use);
     K3CudaSynth synth = {made, whole.rule, 0, rows, 3, 7, 20, first_col, full_cols};
@@ -395,7 +402,7 @@ int main(int argc, char **argv)
     else if (strcmp(argv[i], "--only") == 0 && i + 1 < argc) only = argv[++i];
     else if (strcmp(argv[i], "--tune") == 0) tune = 1;
     else {
-      fprintf(stderr, "usage: kernel_check [--seed N] [--no-time] [--pdl 0|1] [--only fill|linear|router|experts|norm|head|attention|chain] [--tune]\n");
+      fprintf(stderr, "usage: kernel_check [--seed N] [--no-time] [--pdl 0|1] [--only fill|linear|router|experts|formats|norm|head|attention|chain] [--tune]\n");
       return 2;
     }
   }
@@ -409,6 +416,13 @@ int main(int argc, char **argv)
   int8_t *d_grid = (int8_t *)k3_table_upload(ref_grid, sizeof ref_grid);
   d_codebook = (uint32_t *)k3_table_poisoned(K3_CODEBOOK_ENTRIES * 4);
   K3_CHECK_STATUS(k3_cuda_codebook_pack(&launch, d_grid, d_codebook));
+  for (int id = 0; id < K3_CODEBOOK_COUNT; id++) {
+    static int8_t grid[K3_CODEBOOK_MOST_BYTES];
+    const K3Codebook *book = k3_codebook((K3CodebookId)id);
+    k3_codebook_fill(book, grid);
+    K3_CHECK_STATUS(k3_codebook_pack(book, "kernel_check", grid, k3_codebook_bytes(book), ref_books[id]));
+    d_books[id] = (uint32_t *)k3_table_upload(ref_books[id], k3_codebook_words(book) * 4);
+  }
   K3_CHECK_CUDA(cudaDeviceSynchronize());
   k3_table_header();
   if (!only || strcmp(only, "fill") == 0) check_fill(&table);
@@ -433,6 +447,7 @@ int main(int argc, char **argv)
   if (!only || strcmp(only, "linear") == 0)
     check_all_linear(&table);
   if (!only || strcmp(only, "experts") == 0) check_all_experts(&table);
+  if (!only || strcmp(only, "formats") == 0) check_all_formats(&table);
   if (!only || strcmp(only, "head") == 0) {
     for (int t = 0; t < K3_TYPE_COUNT; t++) check_embed(&table, (K3Type)t, t == K3_TYPE_IQ1_S ? 512 : 7168);
     check_argmax(&table, 20480, 0);

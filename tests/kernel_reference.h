@@ -4,6 +4,10 @@
 #define K3_TESTS_KERNEL_REFERENCE_H
 
 #include "kernels/weights.h"
+#include "plan/codebook.h"
+extern "C" {
+#include "plan/decode.h"
+}
 #include "tests/kernel_table.h"
 
 typedef struct {
@@ -13,6 +17,7 @@ typedef struct {
   uint8_t *stored; /* rows of blocks as in the file */
 } RefMatrix;
 
+extern uint32_t ref_books[K3_CODEBOOK_COUNT][K3_CODEBOOK_MOST_WORDS + 256]; /* the published codebooks, packed; made by main */
 extern int8_t ref_grid[K3_CODEBOOK_ENTRIES][8]; /* a random codebook; made by main */
 
 /* `count` blocks from block `index` of the whole tensor. */
@@ -30,9 +35,14 @@ static inline void ref_fill(K3Type type, K3SynthRule rule, int64_t index, int64_
       half = k3_bf16_from_float(k3_synth_float(rule, (uint64_t)(index + i)));
       memcpy(block, &half, 2);
       break;
+    case K3_TYPE_F16:
+      half = k3_f16_from_float(k3_synth_float(rule, (uint64_t)(index + i)));
+      memcpy(block, &half, 2);
+      break;
     case K3_TYPE_Q8_0: k3_synth_q8_0(rule, (uint64_t)(index + i), block); break;
     case K3_TYPE_MXFP4: k3_synth_mxfp4(rule, (uint64_t)(index + i), block); break;
-    default: k3_synth_iq1_s(rule, (uint64_t)(index + i), block); break;
+    case K3_TYPE_IQ1_S: k3_synth_iq1_s(rule, (uint64_t)(index + i), block); break;
+    default: k3_synth_block(rule, k3_synth_block_shape(type), (uint64_t)(index + i), block); break;
     }
   }
 }
@@ -72,6 +82,7 @@ static inline void ref_decode(K3Type type, const uint8_t *b, double *out)
     out[0] = value;
     break;
   }
+  case K3_TYPE_F16: out[0] = ref_f16(b); break;
   case K3_TYPE_Q8_0: {
     double d = ref_f16(b);
     for (int i = 0; i < 32; i++) out[i] = d * (int8_t)b[2 + i];
@@ -85,7 +96,13 @@ static inline void ref_decode(K3Type type, const uint8_t *b, double *out)
     }
     break;
   }
-  default: {
+  default: { /* GGUF blocks: the host's decoder, which is the public package's bit for bit (tests/test_formats.py) */
+    float values[256];
+    k3_decode(type, ref_books[k3_codebook_of(type) < 0 ? 0 : k3_codebook_of(type)], b, k3_format(type)->block_values, values);
+    for (int i = 0; i < k3_format(type)->block_values; i++) out[i] = values[i];
+    break;
+  }
+  case K3_TYPE_IQ1_S: {
     double d = ref_f16(b);
     for (int ib = 0; ib < 8; ib++) {
       int qh = b[34 + 2 * ib] | b[35 + 2 * ib] << 8;

@@ -9,6 +9,10 @@
 #include "base/status.h"
 #include "plan/formats.h"
 
+#ifdef __cplusplus
+extern "C" {
+#endif
+
 typedef enum {
   K3_CODEBOOK_IQ1_S = 0,
   K3_CODEBOOK_IQ2_XXS,
@@ -52,4 +56,7 @@ void k3_codebook_fill(const K3Codebook *book, int8_t *grid);
  * Errors: K3_ERR_INPUT (naming `origin`) for a wrong number of bytes or a value that is no level. */
 K3Status k3_codebook_pack(const K3Codebook *book, const char *origin, const int8_t *grid, size_t bytes, uint32_t *words);
 
+#ifdef __cplusplus
+}
+#endif
 #endif

@@ -28,9 +28,6 @@ K3Status k3_synth_type(const K3SynthRecipe *recipe, const K3TensorSpec *spec, K3
 /* Mean and deviation of a tensor's values, such that activations stay of order one. */
 K3SynthRule k3_synth_rule(const K3SynthRecipe *recipe, const K3TensorSpec *spec);
 
-/* How blocks of a GGUF format (other than iq1_s) are drawn. */
-K3SynthBlock k3_synth_block_shape(K3Type type);
-
 /* Fills `count` values (whole blocks) as stored, from row-major element `first` of the whole tensor. */
 void k3_synth_fill(K3SynthRule rule, K3Type type, int64_t first, int64_t count, void *destination);
 

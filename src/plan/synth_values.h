@@ -10,6 +10,7 @@
 #include <string.h>
 
 #include "base/float16.h"
+#include "plan/formats.h"
 
 /* How one tensor's values are drawn: mean and standard deviation. */
 typedef struct {
@@ -105,6 +106,9 @@ typedef struct {
   int32_t bytes, scale_at, offset_at; /* as in K3Format; scale_at -1: iq1_m, whose d is spread over four words */
   float unit, centre;
 } K3SynthBlock;
+
+/* Of a type of GGUF blocks other than iq1_s (synth_values.c). */
+K3SynthBlock k3_synth_block_shape(K3Type type);
 
 static inline K3_HOST_DEVICE void k3_synth_put16(uint8_t *at, uint16_t half)
 {

@@ -1,0 +1,350 @@
+/* Rows of GGUF blocks times a vector: the core of linear_blocks.cu and experts_blocks.cu. Layer: backend (CUDA), device code.
+ *
+ * What a block's bits mean stands in plan/blocks.h, the host's too; here is only the traffic. A lane takes one unit (32 or 64
+ * values) of two rows, so that the activation is read from shared memory once for both; 8, 16 or 32 lanes take a pair of rows
+ * in `chunks` steps. The steps of all pairs stand in one line that is dealt evenly to the warps, as in gemv.cuh. Integer
+ * activations: dp4a with both bytes of the 16-bit codes (quantise.cuh); an offset meets the sum of 16 codes. Exact: float32.
+ * Codebooks lie in shared memory, small ones in as many copies as there are banks: random look-ups then never collide.
+ * Twin: src/host/matrix.c. */
+#ifndef K3_KERNELS_BLOCKS_CUH
+#define K3_KERNELS_BLOCKS_CUH
+
+#include "kernels/gemv.cuh"
+#include "kernels/wait.cuh"
+#include "plan/blocks.h"
+
+namespace k3 {
+
+enum { BLOCK_THREADS = 512, BLOCK_ANY = -1 /* in the place of a type: the type is an argument */ };
+
+/* Copies of the packed codebook and of its sign selectors in shared memory, a power of two. */
+static __host__ __device__ constexpr int grid_copies(int type)
+{
+  return type == K3_TYPE_IQ2_XXS || type == K3_TYPE_IQ2_XS || type == K3_TYPE_IQ3_XXS ? 32 : type == K3_TYPE_IQ2_S ? 16
+         : type == K3_TYPE_IQ1_M ? 8 : 1;
+}
+static __host__ __device__ constexpr int sign_copies(int type)
+{
+  return type == K3_TYPE_IQ2_XXS || type == K3_TYPE_IQ2_XS || type == K3_TYPE_IQ3_XXS || type == K3_TYPE_IQ2_S ? 32 : 1;
+}
+/* Pairs of units in flight a lane: what keeps about 40 KB a multiprocessor on the way. */
+static __host__ __device__ constexpr int block_depth(int type)
+{
+  return type == BLOCK_ANY || type == K3_TYPE_Q6_K || type == K3_TYPE_Q5_K || type == K3_TYPE_Q3_K ? 1 : 2;
+}
+
+/* The plan of a launch over one matrix type: the input (gemv.cuh), then what blocks need. */
+struct BlockPlan {
+  SharedPlan input;
+  int sums, book, bytes;
+  int grid_words, sign_words;
+  Tiling tiling;
+};
+
+struct BlockShared {
+  SharedInput in;
+  float *sums;    /* scale * sum of the codes, one for 16 values; only where the type has offsets */
+  uint32_t *book;
+  float *segments;
+};
+
+/* Where one unit lies. */
+struct UnitPlace {
+  K3BlockParts parts;
+  int unit;
+};
+
+/* Unit `unit` (counted over the rows of a matrix from its first) of the block that holds it. */
+struct BlockMatrix {
+  const uint8_t *codes, *high, *scale;
+  int codes_bytes, high_bytes, scale_bytes, units_log;
+  __device__ __forceinline__ UnitPlace place(int64_t unit) const
+  {
+    int64_t block = unit >> units_log;
+    return UnitPlace{{codes + block * codes_bytes, high + block * high_bytes, scale + block * scale_bytes},
+                     (int)unit & ((1 << units_log) - 1)};
+  }
+};
+
+template <int TYPE>
+static __device__ __forceinline__ K3Type type_of(K3Type type)
+{
+  return TYPE == BLOCK_ANY ? type : (K3Type)TYPE;
+}
+
+template <int TYPE, bool EXACT, class Map>
+struct BlockPairs {
+  enum { DEPTH = block_depth(TYPE) };
+  struct Raw {
+    uint32_t word[2][K3_BLOCK_WORDS];
+  };
+  const Map map;
+  const K3Type type;
+  const Tiling t;
+  const int pair_begin, pair_end;
+  int steps_warp, warp, sub, lane_piece;
+  int left, chunk, group;
+  int load_chunk, load_group;
+  Raw ring[DEPTH];
+
+  __device__ __forceinline__ BlockPairs(const Map &m, K3Type matrix_type, const Tiling &tiling, int begin, int end)
+      : map(m), type(type_of<TYPE>(matrix_type)), t(tiling), pair_begin(begin), pair_end(end)
+  {
+    int lane = threadIdx.x & 31, warps = blockDim.x >> 5, rows_log = 5 - t.lanes_log;
+    warp = threadIdx.x >> 5;
+    sub = lane >> t.lanes_log;
+    lane_piece = lane & (t.lanes - 1);
+    int steps = ((end - begin + (1 << rows_log) - 1) >> rows_log) * t.chunks;
+    steps_warp = max(1, (steps + warps - 1) / warps);
+    int first = min(warp * steps_warp, steps);
+    left = min(first + steps_warp, steps) - first;
+    group = first / t.chunks;
+    chunk = first - group * t.chunks;
+  }
+
+  /* Lanes past the row or the last pair repeat a neighbour's load and are left out of the sum. */
+  __device__ __forceinline__ void load_next(Raw *raw)
+  {
+    int pair = min(pair_begin + (load_group << (5 - t.lanes_log)) + sub, pair_end - 1);
+    int piece = min((load_chunk << t.lanes_log) + lane_piece, t.pieces - 1);
+#pragma unroll
+    for (int m = 0; m < 2; m++) {
+      UnitPlace at = map.place(pair, m, piece);
+      k3_block_fetch(type, at.parts, at.unit, raw->word[m]);
+    }
+    if (++load_chunk == t.chunks) {
+      load_chunk = 0;
+      ++load_group;
+    }
+  }
+
+  __device__ __forceinline__ void preload()
+  {
+    load_chunk = chunk;
+    load_group = group;
+#pragma unroll
+    for (int i = 0; i < DEPTH; i++)
+      if (i < left) load_next(&ring[i]);
+  }
+
+  /* Both rows' units times x. */
+  __device__ __forceinline__ void multiply(const Raw &raw, int piece, const BlockShared &s, const K3BlockBook &book, float sum[2]) const
+  {
+    const int runs = k3_block_runs(type), units = map.units(), unit = piece & (units - 1);
+    const int first = (piece - unit) * runs; /* of the block, in cells of 16 */
+#pragma unroll
+    for (int r = 0; r < 4; r++) {
+      if (r >= runs) break;
+      const int at = first + k3_block_run_at(type, unit, r);
+      if (EXACT) {
+        float4 x[4];
+        float all = 0;
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+          x[k] = s.in.values[cell(4 * at + k)];
+          all += (x[k].x + x[k].y) + (x[k].z + x[k].w);
+        }
+#pragma unroll
+        for (int m = 0; m < 2; m++) {
+          K3BlockRun run;
+          k3_block_decode(type, raw.word[m], unit, r, &book, &run);
+          float part = 0;
+#pragma unroll
+          for (int k = 0; k < 4; k++) {
+            const int w = (int)run.code[k];
+            part = dot4(x[k], (float)(int8_t)w, (float)(int8_t)(w >> 8), (float)(int8_t)(w >> 16), (float)(w >> 24), part);
+          }
+          sum[m] = fmaf(run.scale, part, sum[m]);
+          if (k3_block_has_offset(type)) sum[m] = fmaf(run.offset, all, sum[m]);
+        }
+      } else {
+        const int4 high = s.in.high[cell(at)], low = s.in.low[cell(at)];
+        const float scale = s.in.scales[at >> 1], all = k3_block_has_offset(type) ? s.sums[at] : 0.0f;
+#pragma unroll
+        for (int m = 0; m < 2; m++) {
+          K3BlockRun run;
+          k3_block_decode(type, raw.word[m], unit, r, &book, &run);
+          int a = 0, b = 0;
+#pragma unroll
+          for (int k = 0; k < 4; k++) {
+            a = __dp4a((int)run.code[k], word(high, k), a);
+            b = __dp4a((int)run.code[k], word(low, k), b);
+          }
+          sum[m] = fmaf(both(a, b), run.scale * scale, sum[m]);
+          if (k3_block_has_offset(type)) sum[m] = fmaf(run.offset, all, sum[m]);
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void flush(float sum[2], int at_group, float *segments) const
+  {
+    for (int o = t.lanes >> 1; o; o >>= 1) {
+      sum[0] += __shfl_xor_sync(0xffffffffu, sum[0], o);
+      sum[1] += __shfl_xor_sync(0xffffffffu, sum[1], o);
+    }
+    if (lane_piece == 0)
+      ((float2 *)segments)[((at_group + warp) << (5 - t.lanes_log)) + sub] = make_float2(sum[0], sum[1]);
+    sum[0] = sum[1] = 0;
+  }
+
+  /* Sums of the rows to the segments. */
+  __device__ __forceinline__ void run(const BlockShared &s)
+  {
+    const int lane = threadIdx.x & 31;
+    K3BlockBook book;
+    uint32_t table[4] = {0, 0, 0, 0};
+    book.grid = s.book + (lane & (grid_copies(TYPE) - 1));
+    book.grid_step = grid_copies(TYPE);
+    book.signs = s.book + s_grid_words * grid_copies(TYPE) + (lane & (sign_copies(TYPE) - 1));
+    book.sign_step = sign_copies(TYPE);
+    if (type == K3_TYPE_IQ4_XS || type == K3_TYPE_IQ4_NL) {
+#pragma unroll
+      for (int i = 0; i < 4; i++) table[i] = s.book[i];
+      book.grid = table;
+    }
+    float sum[2] = {0, 0};
+    for (int u = 0; u < left; u += DEPTH) {
+#pragma unroll
+      for (int i = 0; i < DEPTH; i++) {
+        if (u + i >= left) break;
+        int piece = (chunk << t.lanes_log) + lane_piece;
+        float part[2] = {0, 0};
+        multiply(ring[i], min(piece, t.pieces - 1), s, book, part);
+        if (piece < t.pieces) sum[0] += part[0], sum[1] += part[1];
+        if (u + i + DEPTH < left) load_next(&ring[i]);
+        if (++chunk == t.chunks) {
+          flush(sum, group, s.segments);
+          chunk = 0;
+          group++;
+        }
+      }
+    }
+    if (chunk && left) flush(sum, group, s.segments);
+  }
+  int s_grid_words; /* of the packed codebook: where its signs begin */
+
+  /* The sums of pair pair_begin + i, after a block barrier behind run(). */
+  __device__ __forceinline__ float2 pair_sum(const BlockShared &s, int i) const
+  {
+    int rows_log = 5 - t.lanes_log, g = i >> rows_log, k = i & ((1 << rows_log) - 1);
+    int first = g * t.chunks / steps_warp, last = ((g + 1) * t.chunks - 1) / steps_warp;
+    float2 sum = make_float2(0, 0);
+    for (int w = first; w <= last; w++) {
+      float2 part = ((const float2 *)s.segments)[((g + w) << rows_log) + k];
+      sum.x += part.x, sum.y += part.y;
+    }
+    return sum;
+  }
+};
+
+/* ---- shared memory ---- */
+
+/* The narrowest waste of lanes: 8, 16 or 32 of them a row. */
+static __host__ __device__ inline Tiling block_tiling(int pieces)
+{
+  Tiling t{pieces, 32, 5, (pieces + 31) / 32};
+  for (int log = 4; log >= 3; log--) {
+    int chunks = (pieces + (1 << log) - 1) >> log;
+    if (chunks << log < t.chunks * t.lanes) t = Tiling{pieces, 1 << log, log, chunks};
+  }
+  return t;
+}
+
+/* Floats for the sums of `pairs` pairs of rows. */
+static inline int block_segment_floats(int pairs, int lanes, int warps) { return 2 * segment_floats(pairs, lanes, warps); }
+
+/* n values of input; `segments` floats. words: of the packed codebook (grid, signs), 0 for none. */
+static inline BlockPlan block_plan(K3Type type, int templated, int64_t n, int exact, int grid_words, int sign_words, int segments)
+{
+  BlockPlan p;
+  p.input = plan_shared(0, n, !exact, exact, 0, segments);
+  int at = p.input.bytes, kind = templated ? (int)type : (int)BLOCK_ANY;
+  p.sums = take(&at, !exact && k3_block_has_offset(type) ? (n + 15) / 16 * 4 : 0);
+  p.book = take(&at, 4 * ((int64_t)grid_words * grid_copies(kind) + (int64_t)sign_words * sign_copies(kind)));
+  p.grid_words = grid_words;
+  p.sign_words = sign_words;
+  p.bytes = at;
+  return p;
+}
+
+static __device__ __forceinline__ BlockShared block_shared(char *memory, const BlockPlan &p)
+{
+  BlockShared s;
+  s.in = shared_input(memory, p.input);
+  s.segments = (float *)(memory + p.input.segments);
+  s.sums = (float *)(memory + p.sums);
+  s.book = (uint32_t *)(memory + p.book);
+  return s;
+}
+
+template <int COPIES>
+static __device__ __forceinline__ void fill_copies(uint32_t *to, const uint32_t *from, int words)
+{
+  constexpr int SHARE = COPIES < 4 ? 1 : COPIES / 4;
+  if (COPIES < 4) {
+    for (int i = threadIdx.x; i < words; i += blockDim.x) to[i] = __ldg(from + i);
+  } else {
+    for (int i = threadIdx.x; i < words * SHARE; i += blockDim.x) {
+      uint32_t w = __ldg(from + i / SHARE);
+      ((uint4 *)to)[i] = make_uint4(w, w, w, w);
+    }
+  }
+}
+
+/* The codebook never changes: before the wait. A block barrier must follow. */
+template <int TYPE>
+static __device__ __forceinline__ void fill_book(const BlockShared &s, const BlockPlan &p, const uint32_t *book)
+{
+  fill_copies<grid_copies(TYPE)>(s.book, book, p.grid_words);
+  fill_copies<sign_copies(TYPE)>(s.book + p.grid_words * grid_copies(TYPE), book + p.grid_words, p.sign_words);
+}
+
+/* Sums of 16 codes times their scale, from the codes in shared memory; barriers before and after it. */
+static __device__ __forceinline__ void fill_sums(const BlockShared &s, K3Type type, int n)
+{
+  __syncthreads();
+  if (!k3_block_has_offset(type)) return;
+  for (int i = threadIdx.x; i < n / 16; i += blockDim.x) {
+    const int4 high = s.in.high[cell(i)], low = s.in.low[cell(i)];
+    int a = 0, b = 0;
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+      a = __dp4a(word(high, k), 0x01010101, a);
+      b = __dp4a(word(low, k), 0x01010101, b);
+    }
+    s.sums[i] = both(a, b) * s.in.scales[i >> 1];
+  }
+  __syncthreads();
+}
+
+/* ---- host side ---- */
+
+static inline BlockMatrix block_matrix(const K3CudaMatrix &m)
+{
+  const K3Format *f = k3_format(m.type);
+  int units = (int)f->block_values / (k3_block_runs(m.type) * K3_BLOCK_RUN), log = 0;
+  while (1 << log < units) log++;
+  return BlockMatrix{(const uint8_t *)m.codes, (const uint8_t *)m.high, (const uint8_t *)m.scale, f->codes.bytes, f->high.bytes,
+                     f->scale.bytes, log};
+}
+
+static inline int block_unit_values(K3Type type) { return k3_block_runs(type) * K3_BLOCK_RUN; }
+
+/* Element (row, col) of a matrix of blocks. */
+static __device__ inline float block_element(const K3CudaMatrix &m, const BlockMatrix &blocks, int grid_words, int64_t row, int64_t col)
+{
+  const int runs = k3_block_runs(m.type), values = runs * K3_BLOCK_RUN << blocks.units_log, at = (int)(col % values) / K3_BLOCK_RUN;
+  int unit = at / runs, r = at % runs;
+  if (k3_block_strided(m.type)) unit = at / (2 * runs) * 2 + (at & 1), r = at % (2 * runs) >> 1;
+  UnitPlace place = blocks.place(((row * m.cols + col) / values << blocks.units_log) + unit);
+  uint32_t word[K3_BLOCK_WORDS];
+  K3BlockBook book = {m.codebook, m.codebook + grid_words, 1, 1};
+  K3BlockRun run;
+  k3_block_fetch(m.type, place.parts, place.unit, word);
+  k3_block_decode(m.type, word, place.unit, r, &book, &run);
+  return k3_block_value(&run, (int)col & 15);
+}
+
+} /* namespace k3 */
+#endif

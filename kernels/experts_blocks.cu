@@ -1,0 +1,263 @@
+/* Routed experts in GGUF blocks. See experts.h, blocks.cuh. Layer: backend (CUDA).
+ *
+ * gate_up_blocks_kernel: a pair is a gate row and the up row beside it, of all local chosen experts in one line; ends with situ.
+ * down_blocks_kernel: a pair is two rows of z; its units run over all local experts (hidden vectors times w_e in shared memory).
+ * Grid: one block a multiprocessor, 512 threads, each an even share of the pairs. Reads what experts.cu's kernels read. Bound:
+ * memory, or the codebook's look-ups in shared memory. The shared experts' down is a launch of its own.
+ * Twins: k3_host_experts_gate_up, k3_host_experts_down. */
+#include "kernels/blocks.cuh"
+#include "kernels/experts.h"
+#include "kernels/route.cuh"
+#include "plan/codebook.h"
+
+namespace {
+
+using namespace k3;
+
+/* n / d for n < 2^18, d < 2^13 with magic = 2^32 / d + 1; 0 stands for d = 1. */
+__device__ __forceinline__ int divide(int n, uint32_t magic) { return magic ? (int)__umulhi((uint32_t)n, magic) : n; }
+inline uint32_t magic_of(int64_t d) { return d == 1 ? 0 : (uint32_t)((1ull << 32) / (uint64_t)d + 1); }
+
+/* The local experts among the chosen, in order; one thread. */
+struct LocalExperts {
+  int count;
+  int64_t base[K3_ROUTER_CHOSEN]; /* first piece */
+  float weight[K3_ROUTER_CHOSEN];
+};
+
+/* weights NULL: left out; otherwise ids and weights lie in global memory. */
+__device__ __forceinline__ void list_local(LocalExperts &l, const int32_t *ids, const float *weights, int chosen,
+                                           int64_t first, int64_t local, int64_t pieces)
+{
+  if (threadIdx.x < 32) {
+    int lane = threadIdx.x;
+    int64_t id = -1;
+    float w = 0;
+    if (lane < chosen) {
+      id = (weights ? __ldcg(ids + lane) : ids[lane]) - first;
+      if (weights) w = __ldcg(weights + lane);
+    }
+    bool here = id >= 0 && id < local;
+    uint32_t mask = __ballot_sync(0xffffffffu, here);
+    int slot = __popc(mask & ((1u << lane) - 1u));
+    if (here) {
+      l.base[slot] = id * pieces;
+      l.weight[slot] = w;
+    }
+    if (lane == 0) l.count = __popc(mask);
+  }
+  __syncthreads();
+}
+
+/* This block's part of `rows`, in whole groups of ROWS (rows · blocks fits 32 bits). */
+template <int ROWS>
+__device__ __forceinline__ void share_rows(int rows, int *begin, int *end)
+{
+  unsigned groups = (unsigned)(rows + ROWS - 1) / ROWS;
+  *begin = min(rows, (int)(groups * blockIdx.x / gridDim.x) * ROWS);
+  *end = min(rows, (int)(groups * (blockIdx.x + 1) / gridDim.x) * ROWS);
+}
+
+/* ---- gate and up ---- */
+struct GateUpArguments {
+  K3CudaExpertsGateUp e;
+  BlockPlan plan;
+  BlockMatrix gate, up;
+  uint32_t magic; /* of the band */
+};
+
+/* Pair (slot, row of the band): gate, up. */
+struct GateUpPairs {
+  const BlockMatrix gate, up;
+  const LocalExperts *local;
+  int pieces, band;
+  uint32_t magic;
+  __device__ __forceinline__ int units() const { return 1 << gate.units_log; }
+  __device__ __forceinline__ UnitPlace place(int pair, int member, int piece) const
+  {
+    int slot = divide(pair, magic);
+    int64_t unit = local->base[slot] + (int64_t)(pair - slot * band) * pieces + piece;
+    return member ? up.place(unit) : gate.place(unit);
+  }
+};
+
+template <int TYPE, bool EXACT>
+__global__ void __launch_bounds__(BLOCK_THREADS, 1) gate_up_blocks_kernel(const __grid_constant__ GateUpArguments a)
+{
+  extern __shared__ __align__(128) char memory[];
+  __shared__ RouteShared routed;
+  __shared__ LocalExperts local;
+  __shared__ float scratch[33];
+  const K3CudaExpertsGateUp &e = a.e;
+  BlockShared s = block_shared(memory, a.plan);
+  fill_book<TYPE>(s, a.plan, e.gate.codebook);
+  float bias[2];
+  if (e.route) fetch_bias(e.routing, bias);
+  k3_wait_early();
+  int64_t expert_pieces = e.band * a.plan.tiling.pieces;
+  if (e.route) {
+    route_ids(e.routing, bias, routed);
+    list_local(local, routed.ids, NULL, e.routing.chosen, e.first, e.local, expert_pieces);
+    if (blockIdx.x == gridDim.x - 1 && threadIdx.x < 32) {
+      float weight = route_weight(e.routing, routed);
+      if (threadIdx.x < e.routing.chosen) {
+        e.ids[threadIdx.x] = routed.ids[threadIdx.x];
+        e.weights[threadIdx.x] = weight;
+      }
+    }
+  } else {
+    list_local(local, e.ids, e.weights, e.routing.chosen, e.first, e.local, expert_pieces);
+  }
+  int begin, end;
+  share_rows<1>(local.count * (int)e.band, &begin, &end);
+  if (begin >= end) return;
+  BlockPairs<TYPE, EXACT, GateUpPairs> core(GateUpPairs{a.gate, a.up, &local, a.plan.tiling.pieces, (int)e.band, a.magic}, e.gate.type,
+                                            a.plan.tiling, begin, end);
+  core.s_grid_words = a.plan.grid_words;
+  core.preload();
+  fill_input(e.y, s.in, scratch);
+  if (EXACT) __syncthreads();
+  else fill_sums(s, type_of<TYPE>(e.gate.type), (int)e.y.n);
+  core.run(s);
+  __syncthreads();
+  for (int i = threadIdx.x; i < end - begin; i += blockDim.x) {
+    float2 sums = core.pair_sum(s, i);
+    e.hidden[begin + i] = situ(sums.x, sums.y, e.situ_beta, e.situ_linear_beta);
+  }
+}
+
+/* ---- down ---- */
+struct DownArguments {
+  K3CudaExpertsDown e;
+  BlockPlan plan; /* its tiling is made by the kernel, which knows how many experts are here */
+  BlockMatrix down;
+  int pieces;     /* of an expert's row */
+  uint32_t magic, band_magic;
+};
+
+/* Pair i: rows 2i and 2i + 1 of z; piece q: expert q / pieces. */
+struct DownPairs {
+  const BlockMatrix down;
+  const LocalExperts *local;
+  int pieces, latent;
+  uint32_t magic;
+  __device__ __forceinline__ int units() const { return 1 << down.units_log; }
+  __device__ __forceinline__ UnitPlace place(int pair, int member, int piece) const
+  {
+    int slot = divide(piece, magic), row = min(2 * pair + member, latent - 1);
+    return down.place(local->base[slot] + (int64_t)row * pieces + (piece - slot * pieces));
+  }
+};
+
+template <int TYPE, bool EXACT>
+__global__ void __launch_bounds__(BLOCK_THREADS, 1) down_blocks_kernel(const __grid_constant__ DownArguments a)
+{
+  extern __shared__ __align__(128) char memory[];
+  __shared__ LocalExperts local;
+  const K3CudaExpertsDown &e = a.e;
+  BlockShared s = block_shared(memory, a.plan);
+  fill_book<TYPE>(s, a.plan, e.down.codebook);
+  k3_wait();
+  list_local(local, e.ids, e.weights, e.chosen, e.first, e.local, e.latent * a.pieces);
+  int begin, end, rows = (int)e.latent;
+  share_rows<1>((rows + 1) / 2, &begin, &end);
+  if (local.count == 0) {
+    for (int i = 2 * begin + threadIdx.x; i < min(2 * end, rows); i += blockDim.x) e.z[i] = 0.0f;
+    end = begin;
+  }
+  if (begin >= end) return;
+  BlockPairs<TYPE, EXACT, DownPairs> core(DownPairs{a.down, &local, a.pieces, rows, a.magic}, e.down.type,
+                                          block_tiling(local.count * a.pieces), begin, end);
+  core.s_grid_words = a.plan.grid_words;
+  core.preload();
+  int n = local.count * (int)e.band, padded = (n + 127) / 128 * 128;
+  for (int i = threadIdx.x * 4; i < padded; i += blockDim.x * 4) { /* a band is a multiple of 32 */
+    float v[4], w = i < n ? local.weight[divide(i, a.band_magic)] : 0.0f;
+    fetch4(e.hidden, i, n, v);
+#pragma unroll
+    for (int k = 0; k < 4; k++) v[k] = i < n ? v[k] * w : 0.0f;
+    put4(s.in, i, v);
+  }
+  if (EXACT) __syncthreads();
+  else fill_sums(s, type_of<TYPE>(e.down.type), n);
+  core.run(s);
+  __syncthreads();
+  for (int i = threadIdx.x; i < 2 * (end - begin) && 2 * begin + i < rows; i += blockDim.x) {
+    float2 sums = core.pair_sum(s, i >> 1);
+    e.z[2 * begin + i] = i & 1 ? sums.y : sums.x;
+  }
+}
+
+/* ---- choice of the kernels ---- */
+struct Kernels {
+  const void *gate_up, *down;
+  int templated;
+};
+
+template <int TYPE, bool EXACT>
+Kernels kernels_for()
+{
+  return Kernels{(const void *)gate_up_blocks_kernel<TYPE, EXACT>, (const void *)down_blocks_kernel<TYPE, EXACT>, TYPE != BLOCK_ANY};
+}
+
+/* Formats that published experts come in have kernels of their own; the others share one. */
+Kernels kernels_of(K3Type type, int exact)
+{
+  if (exact) return kernels_for<BLOCK_ANY, true>();
+  switch (type) {
+  case K3_TYPE_Q2_K: return kernels_for<K3_TYPE_Q2_K, false>();
+  case K3_TYPE_Q3_K: return kernels_for<K3_TYPE_Q3_K, false>();
+  case K3_TYPE_Q4_K: return kernels_for<K3_TYPE_Q4_K, false>();
+  case K3_TYPE_Q5_K: return kernels_for<K3_TYPE_Q5_K, false>();
+  case K3_TYPE_Q6_K: return kernels_for<K3_TYPE_Q6_K, false>();
+  case K3_TYPE_IQ1_M: return kernels_for<K3_TYPE_IQ1_M, false>();
+  case K3_TYPE_IQ2_XXS: return kernels_for<K3_TYPE_IQ2_XXS, false>();
+  case K3_TYPE_IQ2_XS: return kernels_for<K3_TYPE_IQ2_XS, false>();
+  case K3_TYPE_IQ2_S: return kernels_for<K3_TYPE_IQ2_S, false>();
+  case K3_TYPE_IQ3_XXS: return kernels_for<K3_TYPE_IQ3_XXS, false>();
+  case K3_TYPE_IQ4_XS: return kernels_for<K3_TYPE_IQ4_XS, false>();
+  default: return kernels_for<BLOCK_ANY, false>();
+  }
+}
+
+BlockPlan plan_of(K3Type type, int templated, int64_t n, int exact, int segments)
+{
+  int id = k3_codebook_of(type);
+  const K3Codebook *book = id < 0 ? NULL : k3_codebook((K3CodebookId)id);
+  return block_plan(type, templated, n, exact, book ? book->words : 0, book ? k3_codebook_words(book) - book->words : 0, segments);
+}
+
+} /* namespace */
+
+K3Status k3_cuda_experts_gate_up_blocks(const K3CudaLaunch *launch, const K3CudaExpertsGateUp *e)
+{
+  Kernels kernels = kernels_of(e->gate.type, e->exact);
+  unsigned grid = (unsigned)launch->sm_count;
+  GateUpArguments a;
+  Tiling tiling = block_tiling((int)(e->gate.cols / block_unit_values(e->gate.type)));
+  a.e = *e;
+  a.plan = plan_of(e->gate.type, kernels.templated, e->y.n, e->exact,
+                   block_segment_floats((int)(e->routing.chosen * e->band / grid) + 2, tiling.lanes, BLOCK_THREADS / 32));
+  a.plan.tiling = tiling;
+  a.gate = block_matrix(e->gate);
+  a.up = block_matrix(e->up);
+  a.magic = magic_of(e->band);
+  void *arguments[] = {&a};
+  return k3_cuda_launch_kernel(launch, "gate_up_blocks_kernel", kernels.gate_up, grid, BLOCK_THREADS, 1, (size_t)a.plan.bytes, arguments);
+}
+
+K3Status k3_cuda_experts_down_blocks(const K3CudaLaunch *launch, const K3CudaExpertsDown *e)
+{
+  Kernels kernels = kernels_of(e->down.type, e->exact);
+  unsigned grid = (unsigned)launch->sm_count;
+  DownArguments a;
+  a.e = *e;
+  a.down = block_matrix(e->down);
+  a.pieces = (int)(e->band / block_unit_values(e->down.type));
+  a.magic = magic_of(a.pieces);
+  a.band_magic = magic_of(e->band);
+  a.plan = plan_of(e->down.type, kernels.templated, e->chosen * e->band, e->exact,
+                   block_segment_floats((int)((e->latent + 1) / 2 / grid) + 2, 8, BLOCK_THREADS / 32)); /* 8: the most rows a step */
+  void *arguments[] = {&a};
+  return k3_cuda_launch_kernel(launch, "down_blocks_kernel", kernels.down, grid, BLOCK_THREADS, 1, (size_t)a.plan.bytes, arguments);
+}
