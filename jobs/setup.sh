@@ -66,6 +66,16 @@ if ! command -v apt-get >/dev/null 2>&1 || ! command -v dpkg-query >/dev/null 2>
   go_on_or_fail 'this system has no apt' " $required $optional"
 fi
 
+# The public package that tests/test_formats.py compares decoded blocks with; it is on PyPI, not in Debian. Its tests are skipped
+# without it, and a machine without the index goes on.
+get_gguf() {
+  [ "${K3_SETUP_TESTS:-1}" = 0 ] || /usr/bin/python3 -c 'import gguf' 2>/dev/null || {
+    /usr/bin/python3 -m pip --version >/dev/null 2>&1 &&
+      timeout 120 /usr/bin/python3 -m pip install -q --break-system-packages --retries 1 --timeout 20 'gguf==0.19.0' >&2
+  } || note 'going on without the Python package gguf'
+}
+trap 'status=$?; [ $status -ne 0 ] || get_gguf' EXIT
+
 # shellcheck disable=SC2086 # lists of words
 missing_required=$(absent $required)
 # shellcheck disable=SC2086

@@ -193,12 +193,12 @@ struct BlockPairs {
   {
     const int lane = threadIdx.x & 31;
     K3BlockBook book;
-    uint32_t table[4] = {0, 0, 0, 0};
     book.grid = s.book + (lane & (grid_copies(TYPE) - 1));
     book.grid_step = grid_copies(TYPE);
     book.signs = s.book + s_grid_words * grid_copies(TYPE) + (lane & (sign_copies(TYPE) - 1));
     book.sign_step = sign_copies(TYPE);
-    if (type == K3_TYPE_IQ4_XS || type == K3_TYPE_IQ4_NL) {
+    uint32_t table[4]; /* sixteen values: registers */
+    if (TYPE == K3_TYPE_IQ4_XS) {
 #pragma unroll
       for (int i = 0; i < 4; i++) table[i] = s.book[i];
       book.grid = table;
@@ -342,8 +342,12 @@ static __device__ inline float block_element(const K3CudaMatrix &m, const BlockM
   K3BlockBook book = {m.codebook, m.codebook + grid_words, 1, 1};
   K3BlockRun run;
   k3_block_fetch(m.type, place.parts, place.unit, word);
-  k3_block_decode(m.type, word, place.unit, r, &book, &run);
-  return k3_block_value(&run, (int)col & 15);
+#pragma unroll
+  for (int k = 0; k < 4; k++) /* a constant run: words stay in registers */
+    if (k == r) k3_block_decode(m.type, word, place.unit, k, &book, &run);
+  const int i = (int)col & 15;
+  const uint32_t code = i < 8 ? i < 4 ? run.code[0] : run.code[1] : i < 12 ? run.code[2] : run.code[3];
+  return __fadd_rn(__fmul_rn(run.scale, (float)(int8_t)(code >> (8 * (i & 3)))), run.offset);
 }
 
 } /* namespace k3 */

@@ -134,20 +134,21 @@ __global__ void __launch_bounds__(THREADS) synth_kernel(const __grid_constant__ 
   }
 }
 
-/* The same of GGUF blocks. */
+/* The same of GGUF blocks: eight bytes a thread. */
 __global__ void __launch_bounds__(THREADS) synth_blocks_kernel(const __grid_constant__ K3CudaSynth s, const __grid_constant__ K3Format f,
                                                                const __grid_constant__ K3SynthBlock shape)
 {
   k3_wait();
+  const int eights = (shape.bytes + 7) / 8;
   int64_t row_blocks = s.matrix.cols / f.block_values, full_blocks = s.full_cols / f.block_values;
-  int64_t first_block = s.first_col / f.block_values, count = s.rows * row_blocks;
-  for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < count; i += gridDim.x * (int64_t)blockDim.x) {
-    int64_t row = i / row_blocks, column = i - row * row_blocks, slab = row / s.slab_rows;
+  int64_t first_block = s.first_col / f.block_values, count = s.rows * row_blocks * eights;
+  for (int64_t k = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; k < count; k += gridDim.x * (int64_t)blockDim.x) {
+    int64_t i = k / eights, row = i / row_blocks, column = i - row * row_blocks, slab = row / s.slab_rows;
     int64_t whole_row = s.first_row + slab * s.slab_stride + (row - slab * s.slab_rows);
-    uint8_t block[256];
-    k3_synth_block(s.rule, shape, (uint64_t)(whole_row * full_blocks + first_block + column), block);
-    for (int at = 0; at < shape.bytes; at += 2)
-      put_half(s.matrix, f, s.row * row_blocks + i, at, (uint16_t)(block[at] | block[at + 1] << 8));
+    int from = (int)(k - i * eights) * 8;
+    uint64_t bits = k3_synth_bytes(s.rule, shape, (uint64_t)(whole_row * full_blocks + first_block + column), from);
+    for (int at = from; at < shape.bytes && at < from + 8; at += 2, bits >>= 16)
+      put_half(s.matrix, f, s.row * row_blocks + i, at, (uint16_t)bits);
   }
 }
 

@@ -110,27 +110,37 @@ typedef struct {
 /* Of a type of GGUF blocks other than iq1_s (synth_values.c). */
 K3SynthBlock k3_synth_block_shape(K3Type type);
 
-static inline K3_HOST_DEVICE void k3_synth_put16(uint8_t *at, uint16_t half)
+/* `half` in the place of bytes at, at + 1 of a block, as far as they are among the eight of `bits` from byte `from`. */
+static inline K3_HOST_DEVICE uint64_t k3_synth_place(uint64_t bits, int32_t from, int32_t at, uint16_t half)
 {
-  at[0] = (uint8_t)(half & 0xffu);
-  at[1] = (uint8_t)(half >> 8);
+  for (int32_t i = 0; i < 2; i++) {
+    int32_t shift = 8 * (at + i - from);
+    if (shift >= 0 && shift < 64) bits = (bits & ~(0xffull << shift)) | (uint64_t)((half >> (8 * i)) & 0xffu) << shift;
+  }
+  return bits;
 }
 
-/* Block `index` of such a tensor: random bytes, then the scales. */
-static inline K3_HOST_DEVICE void k3_synth_block(K3SynthRule rule, K3SynthBlock shape, uint64_t index, uint8_t *block)
+/* Bytes from … from + 7 (a multiple of eight, the lowest first) of block `index` of such a tensor: random, but for the scales. */
+static inline K3_HOST_DEVICE uint64_t k3_synth_bytes(K3SynthRule rule, K3SynthBlock shape, uint64_t index, int32_t from)
 {
-  for (int32_t i = 0; i < shape.bytes; i += 8) {
-    uint64_t bits = k3_synth_bits(rule.key, index * 32u + 1u + (uint64_t)(i / 8));
-    for (int32_t j = 0; j < 8 && i + j < shape.bytes; j++) block[i + j] = (uint8_t)(bits >> (8 * j));
-  }
-  uint64_t draw = k3_synth_bits(rule.key, index * 32u);
+  uint64_t draw = k3_synth_bits(rule.key, index * 32u), bits = k3_synth_bits(rule.key, index * 32u + 1u + (uint64_t)(from / 8));
   uint16_t d = k3_f16_from_float(rule.deviation / shape.unit * k3_synth_jitter(draw));
   if (shape.offset_at < 0) d = (uint16_t)(d | (draw & 1u) << 15); /* codes are not symmetric about zero: their blocks are */
-  if (shape.scale_at >= 0) k3_synth_put16(block + shape.scale_at, d);
-  else
-    for (int32_t i = 0; i < 4; i++)
-      block[49 + 2 * i] = (uint8_t)((block[49 + 2 * i] & 0x0fu) | (((d >> (4 * i)) & 15u) << 4));
-  if (shape.offset_at >= 0) k3_synth_put16(block + shape.offset_at, k3_f16_from_float(k3_f16_to_float(d) * shape.centre));
+  if (shape.scale_at >= 0) bits = k3_synth_place(bits, from, shape.scale_at, d);
+  else if (from == 48)
+    for (int32_t i = 0; i < 4; i++) bits = (bits & ~(0xf000ull << (16 * i))) | (uint64_t)((d >> (4 * i)) & 15u) << (16 * i + 12);
+  if (shape.offset_at >= 0)
+    bits = k3_synth_place(bits, from, shape.offset_at, k3_f16_from_float(k3_f16_to_float(d) * shape.centre));
+  return bits;
+}
+
+/* The whole block. */
+static inline void k3_synth_block(K3SynthRule rule, K3SynthBlock shape, uint64_t index, uint8_t *block)
+{
+  for (int32_t from = 0; from < shape.bytes; from += 8) {
+    uint64_t bits = k3_synth_bytes(rule, shape, index, from);
+    for (int32_t i = 0; i < 8 && from + i < shape.bytes; i++) block[from + i] = (uint8_t)(bits >> (8 * i));
+  }
 }
 
 #endif
