@@ -216,6 +216,7 @@ Kernels kernels_of(K3Type type, int exact)
   case K3_TYPE_IQ2_S: return kernels_for<K3_TYPE_IQ2_S, false>();
   case K3_TYPE_IQ3_XXS: return kernels_for<K3_TYPE_IQ3_XXS, false>();
   case K3_TYPE_IQ4_XS: return kernels_for<K3_TYPE_IQ4_XS, false>();
+  case K3_TYPE_MXFP4: return kernels_for<K3_TYPE_MXFP4, false>();
   default: return kernels_for<BLOCK_ANY, false>();
   }
 }

@@ -28,10 +28,10 @@ K3Status k3_cuda_launch_init(cudaStream_t stream, int pdl, K3CudaLaunch *launch)
   return K3_OK;
 }
 
-/* Above 48 KB a kernel must be told. */
+/* Above 48 KB, static memory included (12 KB at most), a kernel must be told. */
 static cudaError_t allow_shared(const void *function, size_t shared)
 {
-  if (shared <= 48u << 10) return cudaSuccess;
+  if (shared <= 36u << 10) return cudaSuccess;
   return cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared);
 }
 

@@ -393,16 +393,17 @@ static void check_argmax(K3Table *table, int64_t count, int plant)
 int main(int argc, char **argv)
 {
   K3Table table = {0, 0, (uint64_t)time(NULL), 1, 1};
-  const char *only = NULL;
+  const char *only = NULL, *type = NULL;
   int tune = 0;
   for (int i = 1; i < argc; i++) {
     if (strcmp(argv[i], "--seed") == 0 && i + 1 < argc) table.random = strtoull(argv[++i], NULL, 0);
     else if (strcmp(argv[i], "--no-time") == 0) table.time = 0;
     else if (strcmp(argv[i], "--pdl") == 0 && i + 1 < argc) table.pdl = atoi(argv[++i]);
     else if (strcmp(argv[i], "--only") == 0 && i + 1 < argc) only = argv[++i];
+    else if (strcmp(argv[i], "--type") == 0 && i + 1 < argc) type = argv[++i];
     else if (strcmp(argv[i], "--tune") == 0) tune = 1;
     else {
-      fprintf(stderr, "usage: kernel_check [--seed N] [--no-time] [--pdl 0|1] [--only fill|linear|router|experts|formats|norm|head|attention|chain] [--tune]\n");
+      fprintf(stderr, "usage: kernel_check [--seed N] [--no-time] [--pdl 0|1] [--only fill|linear|router|experts|formats|norm|head|attention|chain] [--type FORMAT] [--tune]\n");
       return 2;
     }
   }
@@ -447,7 +448,7 @@ int main(int argc, char **argv)
   if (!only || strcmp(only, "linear") == 0)
     check_all_linear(&table);
   if (!only || strcmp(only, "experts") == 0) check_all_experts(&table);
-  if (!only || strcmp(only, "formats") == 0) check_all_formats(&table);
+  if (!only || strcmp(only, "formats") == 0) check_all_formats(&table, type);
   if (!only || strcmp(only, "head") == 0) {
     for (int t = 0; t < K3_TYPE_COUNT; t++) check_embed(&table, (K3Type)t, t == K3_TYPE_IQ1_S ? 512 : 7168);
     check_argmax(&table, 20480, 0);

@@ -7,13 +7,23 @@ typedef struct {
   K3CudaExpertsDown down[2];
   K3CudaLinear linear[4];
 } FormatSets;
+static int through_blocks; /* q8_0 and mxfp4, which have kernels of their own, by those of the GGUF blocks */
+
+static K3Status gate_up(const K3CudaLaunch *launch, const K3CudaExpertsGateUp *g)
+{
+  return through_blocks ? k3_cuda_experts_gate_up_blocks(launch, g) : k3_cuda_experts_gate_up(launch, g);
+}
+static K3Status down(const K3CudaLaunch *launch, const K3CudaExpertsDown *d)
+{
+  return through_blocks ? k3_cuda_experts_down_blocks(launch, d) : k3_cuda_experts_down(launch, d);
+}
 static K3Status work_gate_up(void *context, const K3CudaLaunch *launch, int set)
 {
-  return k3_cuda_experts_gate_up(launch, &((FormatSets *)context)->gate_up[set]);
+  return gate_up(launch, &((FormatSets *)context)->gate_up[set]);
 }
 static K3Status work_down(void *context, const K3CudaLaunch *launch, int set)
 {
-  return k3_cuda_experts_down(launch, &((FormatSets *)context)->down[set]);
+  return down(launch, &((FormatSets *)context)->down[set]);
 }
 static K3Status work_linear(void *context, const K3CudaLaunch *launch, int set)
 {
@@ -134,7 +144,7 @@ typedef struct {
 
 static double hidden_error(const K3CudaLaunch *launch, const K3CudaExpertsGateUp *g, const Wanted *w)
 {
-  K3_CHECK_STATUS(k3_cuda_experts_gate_up(launch, g));
+  K3_CHECK_STATUS(gate_up(launch, g));
   float *hidden = (float *)k3_table_download(g->hidden, g->routing.chosen * g->band * 4);
   double first = k3_table_error(hidden, w->hidden, g->band);
   double last = k3_table_error(hidden + (w->here - 1) * g->band, w->hidden + g->band, g->band);
@@ -145,7 +155,7 @@ static double hidden_error(const K3CudaLaunch *launch, const K3CudaExpertsGateUp
 static double z_error(const K3CudaLaunch *launch, const K3CudaExpertsDown *d, const Wanted *w)
 {
   K3_CHECK_CUDA(cudaMemset(d->z, 0xff, (size_t)d->latent * 4));
-  K3_CHECK_STATUS(k3_cuda_experts_down(launch, d));
+  K3_CHECK_STATUS(down(launch, d));
   float *z = (float *)k3_table_download(d->z, d->latent * 4);
   memmove(z + Z_ROWS, z + d->latent - Z_ROWS, Z_ROWS * 4);
   double error = k3_table_error(z, w->z, 2 * Z_ROWS);
@@ -235,7 +245,7 @@ static void check_format(K3Table *table, K3Type type, int exact, int chosen, int
     us_gate = k3_table_microseconds(table, work_gate_up, sets, 2, 24);
     us_down = k3_table_microseconds(table, work_down, sets, 2, 24);
     free_matrix(&sets->gate_up[1].gate), free_matrix(&sets->gate_up[1].up), free_matrix(&sets->down[1].down);
-    K3_CHECK_STATUS(k3_cuda_experts_gate_up(&launch, g)); /* hidden as it was */
+    K3_CHECK_STATUS(gate_up(&launch, g)); /* hidden as it was */
   }
   /* controls: blocks of four rows of the last local expert */
   int64_t blocks_y = latent / k3_format(type)->block_values, blocks_h = band / k3_format(type)->block_values;
@@ -250,7 +260,7 @@ static void check_format(K3Table *table, K3Type type, int exact, int chosen, int
     launch.use = &use_gate;
     gate_control = smaller(gate_control, hidden_error(&launch, g, &w));
     for (int r = 0; r < 4; r++) change(&g->up, gate_at + r * blocks_y);
-    K3_CHECK_STATUS(k3_cuda_experts_gate_up(&launch, g));
+    K3_CHECK_STATUS(gate_up(&launch, g));
   }
   char shape[96];
   const char *name = k3_format(type)->name, *mode = exact ? "exact" : "codes";
@@ -266,11 +276,11 @@ static void check_format(K3Table *table, K3Type type, int exact, int chosen, int
   free(w.hidden), free(w.z), free(y), free(yd), free(u), free(part), free(hidden), free(sets);
 }
 
-void check_all_formats(K3Table *table)
+void check_all_formats(K3Table *table, const char *only)
 {
   for (int t = 0; t < K3_TYPE_COUNT; t++) {
     K3Type type = (K3Type)t;
-    if (!k3_format_is_quantised(type)) continue;
+    if (!k3_format_is_quantised(type) || (only && strcmp(only, k3_format(type)->name) != 0)) continue;
     for (int exact = 0; exact < 2; exact++) {
       check_product(table, type, exact, 301, 512, 0);
       check_format(table, type, exact, 6, 3, 7, 256, 768, 0);
@@ -278,12 +288,17 @@ void check_all_formats(K3Table *table)
   }
   /* K3: a trunk product of one of eight ranks; the experts of one of eight ranks (8 of 16 are in its group), and of one rank alone */
   static const K3Type trunk[] = {Q8, K3_TYPE_Q4_K, K3_TYPE_Q5_K, K3_TYPE_Q6_K, K3_TYPE_IQ4_XS};
-  for (size_t i = 0; i < sizeof trunk / sizeof *trunk; i++) check_product(table, trunk[i], 0, 6284, 7168, 1);
+  for (size_t i = 0; i < sizeof trunk / sizeof *trunk; i++)
+    if (!only || strcmp(only, k3_format(trunk[i])->name) == 0) check_product(table, trunk[i], 0, 6284, 7168, 1);
   static const K3Type experts[] = {K3_TYPE_MXFP4, K3_TYPE_IQ1_S, K3_TYPE_IQ1_M, K3_TYPE_IQ2_XXS, K3_TYPE_IQ2_XS, K3_TYPE_IQ2_S,
                                    K3_TYPE_IQ3_XXS, K3_TYPE_IQ4_XS, K3_TYPE_Q2_K, K3_TYPE_Q3_K, K3_TYPE_Q4_K, K3_TYPE_Q5_K,
                                    K3_TYPE_Q6_K, K3_TYPE_Q8_0};
   for (size_t i = 0; i < sizeof experts / sizeof *experts; i++) {
-    check_format(table, experts[i], 0, 16, 8, 64, 768, 3584, 1);
-    check_format(table, experts[i], 0, 16, 16, 32, 3072, 3584, 1);
+    if (only && strcmp(only, k3_format(experts[i])->name) != 0) continue;
+    for (through_blocks = 0; through_blocks <= (experts[i] == K3_TYPE_MXFP4); through_blocks++) {
+      check_format(table, experts[i], 0, 16, 8, 64, 768, 3584, 1);
+      check_format(table, experts[i], 0, 16, 16, 32, 3072, 3584, 1);
+    }
+    through_blocks = 0;
   }
 }

@@ -25,7 +25,7 @@ void ref_route(const float *logits, const float *bias, int experts, int chosen, 
 void check_all_linear(K3Table *table);
 void tune_linear(K3Table *table);
 void check_all_experts(K3Table *table);
-void check_all_formats(K3Table *table);
+void check_all_formats(K3Table *table, const char *only); /* only: a format's name, or NULL */
 void time_chain(K3Table *table, int tune);
 
 #endif

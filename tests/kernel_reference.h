@@ -98,7 +98,8 @@ static inline void ref_decode(K3Type type, const uint8_t *b, double *out)
   }
   default: { /* GGUF blocks: the host's decoder, which is the public package's bit for bit (tests/test_formats.py) */
     float values[256];
-    k3_decode(type, ref_books[k3_codebook_of(type) < 0 ? 0 : k3_codebook_of(type)], b, k3_format(type)->block_values, values);
+    int book = k3_codebook_of(type);
+    k3_decode(type, book < 0 ? NULL : ref_books[book], b, k3_format(type)->block_values, values);
     for (int i = 0; i < k3_format(type)->block_values; i++) out[i] = values[i];
     break;
   }
