@@ -1,7 +1,7 @@
 /* Rows of GGUF blocks times a vector: the core of linear_blocks.cu and experts_blocks.cu. Layer: backend (CUDA), device code.
  *
  * What a block's bits mean stands in plan/blocks.h, the host's too; here is only the traffic. A lane takes one unit (32 or 64
- * values) of two rows, so that the activation is read from shared memory once for both; 8, 16 or 32 lanes take a pair of rows
+ * values) of two rows, the same unit of each block it comes to, so that the activation is read from shared memory once for both; 8, 16 or 32 lanes take a pair of rows
  * in `chunks` steps. The steps of all pairs stand in one line that is dealt evenly to the warps, as in gemv.cuh. Integer
  * activations: dp4a with both bytes of the 16-bit codes (quantise.cuh); an offset meets the sum of 16 codes. Exact: float32.
  * Codebooks lie in shared memory, small ones in as many copies as there are banks: random look-ups then never collide.
@@ -30,7 +30,8 @@ static __host__ __device__ constexpr int sign_copies(int type)
 /* Pairs of units in flight a lane: what keeps about 40 KB a multiprocessor on the way. */
 static __host__ __device__ constexpr int block_depth(int type)
 {
-  return type == BLOCK_ANY || type == K3_TYPE_Q6_K || type == K3_TYPE_Q5_K || type == K3_TYPE_Q3_K ? 1 : 2;
+  return type == BLOCK_ANY || type == K3_TYPE_Q6_K || type == K3_TYPE_Q5_K || type == K3_TYPE_Q3_K || type == K3_TYPE_Q4_K ||
+             type == K3_TYPE_IQ4_XS ? 1 : 2;
 }
 
 /* The plan of a launch over one matrix type: the input (gemv.cuh), then what blocks need. */
@@ -43,26 +44,20 @@ struct BlockPlan {
 
 struct BlockShared {
   SharedInput in;
-  float *sums;    /* scale * sum of the codes, one for 16 values; only where the type has offsets */
+  float *sums;    /* scale * sum of the codes; only where the type has offsets (fill_sums) */
   uint32_t *book;
   float *segments;
 };
 
-/* Where one unit lies. */
-struct UnitPlace {
-  K3BlockParts parts;
-  int unit;
-};
-
-/* Unit `unit` (counted over the rows of a matrix from its first) of the block that holds it. */
+/* A matrix as an array of blocks, counted from its first row's first (fewer than 2^32). */
 struct BlockMatrix {
   const uint8_t *codes, *high, *scale;
-  int codes_bytes, high_bytes, scale_bytes, units_log;
-  __device__ __forceinline__ UnitPlace place(int64_t unit) const
+  uint32_t codes_bytes, high_bytes, scale_bytes;
+  int units_log; /* of a block */
+  __device__ __forceinline__ K3BlockParts place(uint32_t block) const
   {
-    int64_t block = unit >> units_log;
-    return UnitPlace{{codes + block * codes_bytes, high + block * high_bytes, scale + block * scale_bytes},
-                     (int)unit & ((1 << units_log) - 1)};
+    return K3BlockParts{codes + (uint64_t)block * codes_bytes, high + (uint64_t)block * high_bytes,
+                        scale + (uint64_t)block * scale_bytes};
   }
 };
 
@@ -80,20 +75,22 @@ struct BlockPairs {
   };
   const Map map;
   const K3Type type;
-  const Tiling t;
+  const Tiling t; /* pieces: units of a row */
   const int pair_begin, pair_end;
   int steps_warp, warp, sub, lane_piece;
+  int unit, units_log; /* of this lane: the same in all its blocks */
   int left, chunk, group;
   int load_chunk, load_group;
   Raw ring[DEPTH];
 
-  __device__ __forceinline__ BlockPairs(const Map &m, K3Type matrix_type, const Tiling &tiling, int begin, int end)
-      : map(m), type(type_of<TYPE>(matrix_type)), t(tiling), pair_begin(begin), pair_end(end)
+  __device__ __forceinline__ BlockPairs(const Map &m, K3Type matrix_type, int log_units, const Tiling &tiling, int begin, int end)
+      : map(m), type(type_of<TYPE>(matrix_type)), t(tiling), pair_begin(begin), pair_end(end), units_log(log_units)
   {
     int lane = threadIdx.x & 31, warps = blockDim.x >> 5, rows_log = 5 - t.lanes_log;
     warp = threadIdx.x >> 5;
     sub = lane >> t.lanes_log;
     lane_piece = lane & (t.lanes - 1);
+    unit = lane_piece & ((1 << units_log) - 1);
     int steps = ((end - begin + (1 << rows_log) - 1) >> rows_log) * t.chunks;
     steps_warp = max(1, (steps + warps - 1) / warps);
     int first = min(warp * steps_warp, steps);
@@ -102,16 +99,20 @@ struct BlockPairs {
     chunk = first - group * t.chunks;
   }
 
+  /* The block of a row that this lane takes in step `at`; lanes past the row take its last. */
+  __device__ __forceinline__ int block_of(int at) const
+  {
+    return min((at << t.lanes_log) + lane_piece, t.pieces - 1) >> units_log;
+  }
+
   /* Lanes past the row or the last pair repeat a neighbour's load and are left out of the sum. */
   __device__ __forceinline__ void load_next(Raw *raw)
   {
-    int pair = min(pair_begin + (load_group << (5 - t.lanes_log)) + sub, pair_end - 1);
-    int piece = min((load_chunk << t.lanes_log) + lane_piece, t.pieces - 1);
+    int pair = min(pair_begin + (load_group << (5 - t.lanes_log)) + sub, pair_end - 1), block = block_of(load_chunk);
+    K3BlockParts parts[2];
+    map.place(pair, block, parts);
 #pragma unroll
-    for (int m = 0; m < 2; m++) {
-      UnitPlace at = map.place(pair, m, piece);
-      k3_block_fetch(type, at.parts, at.unit, raw->word[m]);
-    }
+    for (int m = 0; m < 2; m++) k3_block_fetch(type, parts[m], unit, raw->word[m]);
     if (++load_chunk == t.chunks) {
       load_chunk = 0;
       ++load_group;
@@ -127,53 +128,80 @@ struct BlockPairs {
       if (i < left) load_next(&ring[i]);
   }
 
-  /* Both rows' units times x. */
-  __device__ __forceinline__ void multiply(const Raw &raw, int piece, const BlockShared &s, const K3BlockBook &book, float sum[2]) const
+  /* Both rows' units times x, in float32. */
+  __device__ __forceinline__ void multiply_exact(const Raw &raw, int first, int step, const BlockShared &s, const K3BlockBook &book,
+                                                 float sum[2]) const
   {
-    const int runs = k3_block_runs(type), units = map.units(), unit = piece & (units - 1);
-    const int first = (piece - unit) * runs; /* of the block, in cells of 16 */
+#pragma unroll
+    for (int r = 0; r < 4; r++) {
+      if (r >= k3_block_runs(type)) break;
+      const int at = first + step * r;
+      float4 x[4];
+      float all = 0;
+#pragma unroll
+      for (int k = 0; k < 4; k++) {
+        x[k] = s.in.values[cell(4 * at + k)];
+        all += (x[k].x + x[k].y) + (x[k].z + x[k].w);
+      }
+#pragma unroll
+      for (int m = 0; m < 2; m++) {
+        K3BlockRun run;
+        k3_block_decode(type, raw.word[m], unit, r, &book, &run);
+        float part = 0;
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+          const int w = (int)run.code[k];
+          part = dot4(x[k], (float)(int8_t)w, (float)(int8_t)(w >> 8), (float)(int8_t)(w >> 16), (float)(w >> 24), part);
+        }
+        sum[m] = fmaf(run.scale, part, sum[m]);
+        if (k3_block_has_offset(type)) sum[m] = fmaf(run.offset, all, sum[m]);
+      }
+    }
+  }
+
+  /* The same with the 16-bit codes of x. The cells of a unit's runs differ in their lowest bits alone, so that one swizzle
+   * serves all; runs of one scale are summed as integers. */
+  __device__ __forceinline__ void multiply_codes(const Raw &raw, int first, int step, const BlockShared &s, const K3BlockBook &book,
+                                                 float sum[2]) const
+  {
+    const int runs = k3_block_runs(type), from = cell(first);
+    const bool wide = k3_block_wide(type), offsets = k3_block_has_offset(type);
+    float scale[4], all[4] = {0, 0, 0, 0};
+    unit_floats(s.in.scales, first >> 1, runs, wide || !k3_block_strided(type), scale);
+    if (offsets) unit_floats(s.sums, wide ? first >> 1 : (first & ~7) | (first & 1) << 2, runs, wide, all);
+    int a[2] = {0, 0}, b[2] = {0, 0};
 #pragma unroll
     for (int r = 0; r < 4; r++) {
       if (r >= runs) break;
-      const int at = first + k3_block_run_at(type, unit, r);
-      if (EXACT) {
-        float4 x[4];
-        float all = 0;
+      const int4 high = s.in.high[from ^ (step * r)], low = s.in.low[from ^ (step * r)];
+#pragma unroll
+      for (int m = 0; m < 2; m++) {
+        K3BlockRun run;
+        k3_block_decode(type, raw.word[m], unit, r, &book, &run);
 #pragma unroll
         for (int k = 0; k < 4; k++) {
-          x[k] = s.in.values[cell(4 * at + k)];
-          all += (x[k].x + x[k].y) + (x[k].z + x[k].w);
+          a[m] = __dp4a((int)run.code[k], word(high, k), a[m]);
+          b[m] = __dp4a((int)run.code[k], word(low, k), b[m]);
         }
-#pragma unroll
-        for (int m = 0; m < 2; m++) {
-          K3BlockRun run;
-          k3_block_decode(type, raw.word[m], unit, r, &book, &run);
-          float part = 0;
-#pragma unroll
-          for (int k = 0; k < 4; k++) {
-            const int w = (int)run.code[k];
-            part = dot4(x[k], (float)(int8_t)w, (float)(int8_t)(w >> 8), (float)(int8_t)(w >> 16), (float)(w >> 24), part);
-          }
-          sum[m] = fmaf(run.scale, part, sum[m]);
-          if (k3_block_has_offset(type)) sum[m] = fmaf(run.offset, all, sum[m]);
-        }
-      } else {
-        const int4 high = s.in.high[cell(at)], low = s.in.low[cell(at)];
-        const float scale = s.in.scales[at >> 1], all = k3_block_has_offset(type) ? s.sums[at] : 0.0f;
-#pragma unroll
-        for (int m = 0; m < 2; m++) {
-          K3BlockRun run;
-          k3_block_decode(type, raw.word[m], unit, r, &book, &run);
-          int a = 0, b = 0;
-#pragma unroll
-          for (int k = 0; k < 4; k++) {
-            a = __dp4a((int)run.code[k], word(high, k), a);
-            b = __dp4a((int)run.code[k], word(low, k), b);
-          }
-          sum[m] = fmaf(both(a, b), run.scale * scale, sum[m]);
-          if (k3_block_has_offset(type)) sum[m] = fmaf(run.offset, all, sum[m]);
-        }
+        if (wide && !(r & 1)) continue;
+        sum[m] = fmaf(both(a[m], b[m]), run.scale * scale[r], sum[m]);
+        if (offsets) sum[m] = fmaf(run.offset, all[r], sum[m]);
+        a[m] = b[m] = 0;
       }
+    }
+  }
+
+  /* One float a run from `from` on; paired: one for two runs. */
+  __device__ __forceinline__ static void unit_floats(const float *from, int at, int runs, bool paired, float v[4])
+  {
+    if (paired && runs == 4) {
+      float2 two = *(const float2 *)(from + at);
+      v[0] = v[1] = two.x, v[2] = v[3] = two.y;
+    } else if (paired) {
+      v[0] = v[1] = v[2] = v[3] = from[at];
+    } else {
+      float4 four = *(const float4 *)(from + at);
+      v[0] = four.x, v[1] = four.y, v[2] = four.z, v[3] = four.w;
     }
   }
 
@@ -203,15 +231,17 @@ struct BlockPairs {
       for (int i = 0; i < 4; i++) table[i] = s.book[i];
       book.grid = table;
     }
+    const int cells = k3_block_runs(type) << units_log, step = k3_block_strided(type) ? 2 : 1;
     float sum[2] = {0, 0};
     for (int u = 0; u < left; u += DEPTH) {
 #pragma unroll
       for (int i = 0; i < DEPTH; i++) {
         if (u + i >= left) break;
-        int piece = (chunk << t.lanes_log) + lane_piece;
+        const int first = block_of(chunk) * cells + k3_block_run_at(type, unit, 0);
         float part[2] = {0, 0};
-        multiply(ring[i], min(piece, t.pieces - 1), s, book, part);
-        if (piece < t.pieces) sum[0] += part[0], sum[1] += part[1];
+        if (EXACT) multiply_exact(ring[i], first, step, s, book, part);
+        else multiply_codes(ring[i], first, step, s, book, part);
+        if ((chunk << t.lanes_log) + lane_piece < t.pieces) sum[0] += part[0], sum[1] += part[1];
         if (u + i + DEPTH < left) load_next(&ring[i]);
         if (++chunk == t.chunks) {
           flush(sum, group, s.segments);
@@ -300,12 +330,14 @@ static __device__ __forceinline__ void fill_book(const BlockShared &s, const Blo
   fill_copies<sign_copies(TYPE)>(s.book + p.grid_words * grid_copies(TYPE), book + p.grid_words, p.sign_words);
 }
 
-/* Sums of 16 codes times their scale, from the codes in shared memory; barriers before and after it. */
+/* Sums of codes times their scale, from the codes in shared memory; barriers before and after it. Wide formats: of 32 values, in
+ * order; others: of 16, those of a unit's four runs side by side. */
 static __device__ __forceinline__ void fill_sums(const BlockShared &s, K3Type type, int n)
 {
   __syncthreads();
   if (!k3_block_has_offset(type)) return;
-  for (int i = threadIdx.x; i < n / 16; i += blockDim.x) {
+  const bool wide = k3_block_wide(type);
+  for (int i = threadIdx.x; i < n / 16; i += blockDim.x) { /* n / 16 is even: neighbours are in one warp */
     const int4 high = s.in.high[cell(i)], low = s.in.low[cell(i)];
     int a = 0, b = 0;
 #pragma unroll
@@ -313,7 +345,13 @@ static __device__ __forceinline__ void fill_sums(const BlockShared &s, K3Type ty
       a = __dp4a(word(high, k), 0x01010101, a);
       b = __dp4a(word(low, k), 0x01010101, b);
     }
-    s.sums[i] = both(a, b) * s.in.scales[i >> 1];
+    float sum = both(a, b) * s.in.scales[i >> 1];
+    if (!wide) {
+      s.sums[(i & ~7) | (i & 1) << 2 | (i >> 1 & 3)] = sum;
+    } else {
+      sum += __shfl_xor_sync(3u << (threadIdx.x & 30), sum, 1);
+      if (!(i & 1)) s.sums[i >> 1] = sum;
+    }
   }
   __syncthreads();
 }
@@ -325,8 +363,8 @@ static inline BlockMatrix block_matrix(const K3CudaMatrix &m)
   const K3Format *f = k3_format(m.type);
   int units = (int)f->block_values / (k3_block_runs(m.type) * K3_BLOCK_RUN), log = 0;
   while (1 << log < units) log++;
-  return BlockMatrix{(const uint8_t *)m.codes, (const uint8_t *)m.high, (const uint8_t *)m.scale, f->codes.bytes, f->high.bytes,
-                     f->scale.bytes, log};
+  return BlockMatrix{(const uint8_t *)m.codes, (const uint8_t *)m.high, (const uint8_t *)m.scale, (uint32_t)f->codes.bytes,
+                     (uint32_t)f->high.bytes, (uint32_t)f->scale.bytes, log};
 }
 
 static inline int block_unit_values(K3Type type) { return k3_block_runs(type) * K3_BLOCK_RUN; }
@@ -337,14 +375,14 @@ static __device__ inline float block_element(const K3CudaMatrix &m, const BlockM
   const int runs = k3_block_runs(m.type), values = runs * K3_BLOCK_RUN << blocks.units_log, at = (int)(col % values) / K3_BLOCK_RUN;
   int unit = at / runs, r = at % runs;
   if (k3_block_strided(m.type)) unit = at / (2 * runs) * 2 + (at & 1), r = at % (2 * runs) >> 1;
-  UnitPlace place = blocks.place(((row * m.cols + col) / values << blocks.units_log) + unit);
+  K3BlockParts parts = blocks.place((uint32_t)((row * m.cols + col) / values));
   uint32_t word[K3_BLOCK_WORDS];
   K3BlockBook book = {m.codebook, m.codebook + grid_words, 1, 1};
   K3BlockRun run;
-  k3_block_fetch(m.type, place.parts, place.unit, word);
+  k3_block_fetch(m.type, parts, unit, word);
 #pragma unroll
   for (int k = 0; k < 4; k++) /* a constant run: words stay in registers */
-    if (k == r) k3_block_decode(m.type, word, place.unit, k, &book, &run);
+    if (k == r) k3_block_decode(m.type, word, unit, k, &book, &run);
   const int i = (int)col & 15;
   const uint32_t code = i < 8 ? i < 4 ? run.code[0] : run.code[1] : i < 12 ? run.code[2] : run.code[3];
   return __fadd_rn(__fmul_rn(run.scale, (float)(int8_t)(code >> (8 * (i & 3)))), run.offset);

@@ -21,7 +21,7 @@ inline uint32_t magic_of(int64_t d) { return d == 1 ? 0 : (uint32_t)((1ull << 32
 /* The local experts among the chosen, in order; one thread. */
 struct LocalExperts {
   int count;
-  int64_t base[K3_ROUTER_CHOSEN]; /* first piece */
+  int64_t base[K3_ROUTER_CHOSEN]; /* first block */
   float weight[K3_ROUTER_CHOSEN];
 };
 
@@ -70,14 +70,14 @@ struct GateUpArguments {
 struct GateUpPairs {
   const BlockMatrix gate, up;
   const LocalExperts *local;
-  int pieces, band;
+  int row_blocks, band;
   uint32_t magic;
-  __device__ __forceinline__ int units() const { return 1 << gate.units_log; }
-  __device__ __forceinline__ UnitPlace place(int pair, int member, int piece) const
+  __device__ __forceinline__ void place(int pair, int block, K3BlockParts parts[2]) const
   {
     int slot = divide(pair, magic);
-    int64_t unit = local->base[slot] + (int64_t)(pair - slot * band) * pieces + piece;
-    return member ? up.place(unit) : gate.place(unit);
+    uint32_t at = (uint32_t)local->base[slot] + (uint32_t)(pair - slot * band) * row_blocks + block;
+    parts[0] = gate.place(at);
+    parts[1] = up.place(at);
   }
 };
 
@@ -94,7 +94,8 @@ __global__ void __launch_bounds__(BLOCK_THREADS, 1) gate_up_blocks_kernel(const 
   float bias[2];
   if (e.route) fetch_bias(e.routing, bias);
   k3_wait_early();
-  int64_t expert_pieces = e.band * a.plan.tiling.pieces;
+  const int row_blocks = a.plan.tiling.pieces >> a.gate.units_log;
+  int64_t expert_pieces = e.band * row_blocks;
   if (e.route) {
     route_ids(e.routing, bias, routed);
     list_local(local, routed.ids, NULL, e.routing.chosen, e.first, e.local, expert_pieces);
@@ -111,8 +112,8 @@ __global__ void __launch_bounds__(BLOCK_THREADS, 1) gate_up_blocks_kernel(const 
   int begin, end;
   share_rows<1>(local.count * (int)e.band, &begin, &end);
   if (begin >= end) return;
-  BlockPairs<TYPE, EXACT, GateUpPairs> core(GateUpPairs{a.gate, a.up, &local, a.plan.tiling.pieces, (int)e.band, a.magic}, e.gate.type,
-                                            a.plan.tiling, begin, end);
+  BlockPairs<TYPE, EXACT, GateUpPairs> core(GateUpPairs{a.gate, a.up, &local, row_blocks, (int)e.band, a.magic}, e.gate.type,
+                                            a.gate.units_log, a.plan.tiling, begin, end);
   core.s_grid_words = a.plan.grid_words;
   core.preload();
   fill_input(e.y, s.in, scratch);
@@ -131,21 +132,22 @@ struct DownArguments {
   K3CudaExpertsDown e;
   BlockPlan plan; /* its tiling is made by the kernel, which knows how many experts are here */
   BlockMatrix down;
-  int pieces;     /* of an expert's row */
+  int row_blocks; /* of an expert's row */
   uint32_t magic, band_magic;
 };
 
-/* Pair i: rows 2i and 2i + 1 of z; piece q: expert q / pieces. */
+/* Pair i: rows 2i and 2i + 1 of z; block q: expert q / blocks of its row. */
 struct DownPairs {
   const BlockMatrix down;
   const LocalExperts *local;
-  int pieces, latent;
+  int row_blocks, latent;
   uint32_t magic;
-  __device__ __forceinline__ int units() const { return 1 << down.units_log; }
-  __device__ __forceinline__ UnitPlace place(int pair, int member, int piece) const
+  __device__ __forceinline__ void place(int pair, int block, K3BlockParts parts[2]) const
   {
-    int slot = divide(piece, magic), row = min(2 * pair + member, latent - 1);
-    return down.place(local->base[slot] + (int64_t)row * pieces + (piece - slot * pieces));
+    int slot = divide(block, magic);
+    uint32_t at = (uint32_t)local->base[slot] + (uint32_t)(2 * pair) * row_blocks + (block - slot * row_blocks);
+    parts[0] = down.place(at);
+    parts[1] = down.place(2 * pair + 1 < latent ? at + row_blocks : at);
   }
 };
 
@@ -158,7 +160,7 @@ __global__ void __launch_bounds__(BLOCK_THREADS, 1) down_blocks_kernel(const __g
   BlockShared s = block_shared(memory, a.plan);
   fill_book<TYPE>(s, a.plan, e.down.codebook);
   k3_wait();
-  list_local(local, e.ids, e.weights, e.chosen, e.first, e.local, e.latent * a.pieces);
+  list_local(local, e.ids, e.weights, e.chosen, e.first, e.local, e.latent * a.row_blocks);
   int begin, end, rows = (int)e.latent;
   share_rows<1>((rows + 1) / 2, &begin, &end);
   if (local.count == 0) {
@@ -166,8 +168,8 @@ __global__ void __launch_bounds__(BLOCK_THREADS, 1) down_blocks_kernel(const __g
     end = begin;
   }
   if (begin >= end) return;
-  BlockPairs<TYPE, EXACT, DownPairs> core(DownPairs{a.down, &local, a.pieces, rows, a.magic}, e.down.type,
-                                          block_tiling(local.count * a.pieces), begin, end);
+  BlockPairs<TYPE, EXACT, DownPairs> core(DownPairs{a.down, &local, a.row_blocks, rows, a.magic}, e.down.type, a.down.units_log,
+                                          block_tiling(local.count * a.row_blocks << a.down.units_log), begin, end);
   core.s_grid_words = a.plan.grid_words;
   core.preload();
   int n = local.count * (int)e.band, padded = (n + 127) / 128 * 128;
@@ -254,8 +256,8 @@ K3Status k3_cuda_experts_down_blocks(const K3CudaLaunch *launch, const K3CudaExp
   DownArguments a;
   a.e = *e;
   a.down = block_matrix(e->down);
-  a.pieces = (int)(e->band / block_unit_values(e->down.type));
-  a.magic = magic_of(a.pieces);
+  a.row_blocks = (int)(e->band / k3_format(e->down.type)->block_values);
+  a.magic = magic_of(a.row_blocks);
   a.band_magic = magic_of(e->band);
   a.plan = plan_of(e->down.type, kernels.templated, e->chosen * e->band, e->exact,
                    block_segment_floats((int)((e->latent + 1) / 2 / grid) + 2, 8, BLOCK_THREADS / 32)); /* 8: the most rows a step */

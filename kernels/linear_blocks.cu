@@ -24,11 +24,12 @@ struct Arguments {
 /* Pair i: rows 2i and 2i + 1. */
 struct RowMap {
   const BlockMatrix blocks;
-  int pieces, rows;
-  __device__ __forceinline__ int units() const { return 1 << blocks.units_log; }
-  __device__ __forceinline__ UnitPlace place(int pair, int member, int piece) const
+  int row_blocks, rows;
+  __device__ __forceinline__ void place(int pair, int block, K3BlockParts parts[2]) const
   {
-    return blocks.place((int64_t)min(2 * pair + member, rows - 1) * pieces + piece);
+    uint32_t first = (uint32_t)(2 * pair) * row_blocks + block;
+    parts[0] = blocks.place(first);
+    parts[1] = blocks.place(2 * pair + 1 < rows ? first + row_blocks : first);
   }
 };
 
@@ -41,7 +42,8 @@ __global__ void __launch_bounds__(BLOCK_THREADS, 1) linear_blocks_kernel(const _
   fill_book<TYPE>(s, a.plan, a.book);
   unsigned pairs = (unsigned)(a.rows + 1) / 2;
   int begin = (int)((uint64_t)pairs * blockIdx.x / gridDim.x), end = (int)((uint64_t)pairs * (blockIdx.x + 1) / gridDim.x);
-  BlockPairs<TYPE, EXACT, RowMap> core(RowMap{a.blocks, a.plan.tiling.pieces, a.rows}, a.type, a.plan.tiling, begin, end);
+  BlockPairs<TYPE, EXACT, RowMap> core(RowMap{a.blocks, a.plan.tiling.pieces >> a.blocks.units_log, a.rows}, a.type, a.blocks.units_log,
+                                         a.plan.tiling, begin, end);
   core.s_grid_words = a.plan.grid_words;
   core.preload();
   k3_wait_early();

@@ -20,7 +20,7 @@
 #define K3_BLOCK_INLINE static inline
 #endif
 
-enum { K3_BLOCK_WORDS = 16, K3_BLOCK_RUN = 16 };
+enum { K3_BLOCK_WORDS = 20, K3_BLOCK_RUN = 16 };
 
 /* Where the parts of one block are. */
 typedef struct {
@@ -54,15 +54,24 @@ K3_BLOCK_INLINE int k3_block_runs(K3Type type)
   case K3_TYPE_IQ3_S:
   case K3_TYPE_Q2_K:
   case K3_TYPE_Q3_K:
-  case K3_TYPE_Q6_K: return 4;
+  case K3_TYPE_Q4_K:
+  case K3_TYPE_Q5_K:
+  case K3_TYPE_Q6_K:
+  case K3_TYPE_IQ4_XS: return 4;
   default: return 2;
   }
 }
 
-/* The runs of a unit lie 32 values apart (k-quants); elsewhere they follow one another. */
+/* The runs of a unit lie 32 values apart; elsewhere they follow one another. */
 K3_BLOCK_INLINE int k3_block_strided(K3Type type)
 {
-  return type == K3_TYPE_Q2_K || type == K3_TYPE_Q3_K || type == K3_TYPE_Q4_K || type == K3_TYPE_Q5_K || type == K3_TYPE_Q6_K;
+  return type == K3_TYPE_Q2_K || type == K3_TYPE_Q3_K || type == K3_TYPE_Q6_K;
+}
+
+/* Runs 2i and 2i + 1 of a unit have one scale and one offset: 32 values. */
+K3_BLOCK_INLINE int k3_block_wide(K3Type type)
+{
+  return !k3_block_strided(type) && type != K3_TYPE_IQ1_M && type != K3_TYPE_IQ2_XS && type != K3_TYPE_IQ2_S;
 }
 
 /* Where run `run` of unit `unit` begins, in runs of 16 from the block's first value. */
@@ -172,13 +181,16 @@ K3_BLOCK_INLINE void k3_block_fetch(K3Type type, K3BlockParts p, int unit, uint3
     word[11] = k3_block_u16(p.scale);
     break;
   case K3_TYPE_Q4_K:
-    k3_block_4(p.codes + 16 + 16 * unit, word);
-    k3_block_4_shared(p.codes, word + 4);
+    k3_block_4(p.codes + 16 + 32 * unit, word);
+    k3_block_4(p.codes + 32 + 32 * unit, word + 4);
+    k3_block_4_shared(p.codes, word + 8);
     break;
   case K3_TYPE_Q5_K:
-    k3_block_4(p.codes + 48 + 16 * unit, word);
-    k3_block_4_shared(p.codes, word + 4);
-    k3_block_4_shared(p.codes + 16 + 16 * odd, word + 8);
+    k3_block_4(p.codes + 48 + 32 * unit, word);
+    k3_block_4(p.codes + 64 + 32 * unit, word + 4);
+    k3_block_4_shared(p.codes, word + 8);
+    k3_block_4_shared(p.codes + 16, word + 12);
+    k3_block_4_shared(p.codes + 32, word + 16);
     break;
   case K3_TYPE_Q6_K:
     k3_block_4(p.codes + 64 * half + 16 * odd, word);
@@ -227,8 +239,9 @@ K3_BLOCK_INLINE void k3_block_fetch(K3Type type, K3BlockParts p, int unit, uint3
     word[8] = k3_block_u16(p.scale);
     break;
   case K3_TYPE_IQ4_XS:
-    k3_block_4(p.codes + 16 * unit, word);
-    k3_block_2(p.scale, word + 4);
+    k3_block_4(p.codes + 32 * unit, word);
+    k3_block_4(p.codes + 32 * unit + 16, word + 4);
+    k3_block_2(p.scale, word + 8);
     break;
   default: break;
   }
@@ -387,13 +400,14 @@ K3_BLOCK_INLINE void k3_block_decode(K3Type type, const uint32_t word[K3_BLOCK_W
     break;
   }
   case K3_TYPE_Q4_K:
-    for (int k = 0; k < 4; k++) run->code[k] = word[k] >> 4 * r & 0x0f0f0f0fu;
-    k3_block_k_scale(word + 4, 2 * half + r, run);
+    for (int k = 0; k < 4; k++) run->code[k] = (r & 1 ? word[4 + k] : word[k]) >> 4 * (r >> 1) & 0x0f0f0f0fu;
+    k3_block_k_scale(word + 8, 2 * unit + (r >> 1), run);
     break;
   case K3_TYPE_Q5_K:
     for (int k = 0; k < 4; k++)
-      run->code[k] = (word[k] >> 4 * r & 0x0f0f0f0fu) | (word[8 + k] >> (2 * half + r) & 0x01010101u) << 4;
-    k3_block_k_scale(word + 4, 2 * half + r, run);
+      run->code[k] = ((r & 1 ? word[4 + k] : word[k]) >> 4 * (r >> 1) & 0x0f0f0f0fu) |
+                     ((r & 1 ? word[16 + k] : word[12 + k]) >> (2 * unit + (r >> 1)) & 0x01010101u) << 4;
+    k3_block_k_scale(word + 8, 2 * unit + (r >> 1), run);
     break;
   case K3_TYPE_Q6_K:
     for (int k = 0; k < 4; k++)
@@ -464,8 +478,9 @@ K3_BLOCK_INLINE void k3_block_decode(K3Type type, const uint32_t word[K3_BLOCK_W
     break;
   }
   case K3_TYPE_IQ4_XS:
-    for (int k = 0; k < 4; k++) run->code[k] = k3_block_iq4(book, word[k], r);
-    run->scale = k3_block_half(word[4]) * (float)((int)((word[5] >> 4 * unit & 15u) | (word[4] >> (16 + 2 * unit) & 3u) << 4) - 32);
+    for (int k = 0; k < 4; k++) run->code[k] = k3_block_iq4(book, r < 2 ? word[k] : word[4 + k], r & 1);
+    run->scale = k3_block_half(word[8]) * (float)((int)((word[9] >> 4 * (2 * unit + (r >> 1)) & 15u) |
+                                                        (word[8] >> (16 + 2 * (2 * unit + (r >> 1))) & 3u) << 4) - 32);
     break;
   default: break;
   }
