@@ -222,9 +222,9 @@ struct BlockPairs {
     const int lane = threadIdx.x & 31;
     K3BlockBook book;
     book.grid = s.book + (lane & (grid_copies(TYPE) - 1));
-    book.grid_step = grid_copies(TYPE);
+    book.grid_step = 4 * grid_copies(TYPE);
     book.signs = s.book + s_grid_words * grid_copies(TYPE) + (lane & (sign_copies(TYPE) - 1));
-    book.sign_step = sign_copies(TYPE);
+    book.sign_step = 4 * sign_copies(TYPE);
     uint32_t table[4]; /* sixteen values: registers */
     if (TYPE == K3_TYPE_IQ4_XS) {
 #pragma unroll
@@ -377,7 +377,7 @@ static __device__ inline float block_element(const K3CudaMatrix &m, const BlockM
   if (k3_block_strided(m.type)) unit = at / (2 * runs) * 2 + (at & 1), r = at % (2 * runs) >> 1;
   K3BlockParts parts = blocks.place((uint32_t)((row * m.cols + col) / values));
   uint32_t word[K3_BLOCK_WORDS];
-  K3BlockBook book = {m.codebook, m.codebook + grid_words, 1, 1};
+  K3BlockBook book = {m.codebook, m.codebook + grid_words, 4, 4};
   K3BlockRun run;
   k3_block_fetch(m.type, parts, unit, word);
 #pragma unroll

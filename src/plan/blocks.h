@@ -27,7 +27,7 @@ typedef struct {
   const uint8_t *codes, *high, *scale;
 } K3BlockParts;
 
-/* A packed codebook (codebook.h): entry i is grid[i * grid_step], selector i of signs is signs[i * sign_step]. */
+/* A packed codebook (codebook.h): entry i lies i * grid_step bytes behind grid, sign selector i i * sign_step behind signs. */
 typedef struct {
   const uint32_t *grid, *signs;
   uint32_t grid_step, sign_step;
@@ -282,7 +282,20 @@ K3_BLOCK_INLINE uint32_t k3_block_less(uint32_t bytes, uint32_t constant)
 /* Bit i of the low four to bit 0 of byte i. */
 K3_BLOCK_INLINE uint32_t k3_block_spread(uint32_t bits) { return ((bits & 15u) * 0x00204081u) & 0x01010101u; }
 
-K3_BLOCK_INLINE uint32_t k3_block_byte(uint32_t word, int i) { return word >> (8 * i) & 0xffu; }
+K3_BLOCK_INLINE uint32_t k3_block_byte(uint32_t word, int i)
+{
+#ifdef __CUDA_ARCH__
+  return __byte_perm(word, 0, 0x4440u + (uint32_t)i);
+#else
+  return word >> (8 * i) & 0xffu;
+#endif
+}
+
+/* Entry i of a table whose entries are `step` bytes apart. */
+K3_BLOCK_INLINE uint32_t k3_block_look(const uint32_t *table, uint32_t step, uint32_t i)
+{
+  return *(const uint32_t *)((const char *)table + i * step);
+}
 
 /* Twice the e2m1 values of four nibbles (the first lowest). */
 K3_BLOCK_INLINE uint32_t k3_block_e2m1(uint32_t nibbles)
@@ -293,24 +306,24 @@ K3_BLOCK_INLINE uint32_t k3_block_e2m1(uint32_t nibbles)
 }
 
 /* Four entries of a table of 16 signed bytes. */
-K3_BLOCK_INLINE uint32_t k3_block_table16(const uint32_t *table, uint32_t step, uint32_t nibbles)
+K3_BLOCK_INLINE uint32_t k3_block_table16(const uint32_t table[4], uint32_t nibbles)
 {
-  uint32_t low = k3_block_permute(table[0], table[step], nibbles & 0x7777u);
-  uint32_t high = k3_block_permute(table[2 * step], table[3 * step], nibbles & 0x7777u);
+  uint32_t low = k3_block_permute(table[0], table[1], nibbles & 0x7777u);
+  uint32_t high = k3_block_permute(table[2], table[3], nibbles & 0x7777u);
   return k3_block_permute(low, high, 0x3210u | (nibbles & 0x8888u) >> 1);
 }
 
 /* Of the four bytes of `word`: the values of their low (run 0) or high (run 1) nibbles. */
 K3_BLOCK_INLINE uint32_t k3_block_iq4(const K3BlockBook *book, uint32_t word, int run)
 {
-  uint32_t a = k3_block_table16(book->grid, book->grid_step, word), b = k3_block_table16(book->grid, book->grid_step, word >> 16);
+  uint32_t a = k3_block_table16(book->grid, word), b = k3_block_table16(book->grid, word >> 16);
   return k3_block_permute(a, b, run ? 0x7531u : 0x6420u);
 }
 
-/* iq1: eight values of -1, 0, 1 with a shift of ±1/8, times eight. */
-K3_BLOCK_INLINE void k3_block_iq1(const K3BlockBook *book, uint32_t index, int minus, uint32_t code[2])
+/* iq1: eight values of -1, 0, 1 with a shift of 1/8 (minus: 0) or -1/8 (1), times eight. */
+K3_BLOCK_INLINE void k3_block_iq1(const K3BlockBook *book, uint32_t index, uint32_t minus, uint32_t code[2])
 {
-  uint32_t entry = book->grid[index * book->grid_step] | (minus ? 0x44444444u : 0u);
+  uint32_t entry = k3_block_look(book->grid, book->grid_step, index) | minus * 0x44444444u;
   code[0] = k3_block_permute(0x000901f9u, 0x0007fff7u, entry);
   code[1] = k3_block_permute(0x000901f9u, 0x0007fff7u, entry >> 16);
 }
@@ -318,7 +331,7 @@ K3_BLOCK_INLINE void k3_block_iq1(const K3BlockBook *book, uint32_t index, int m
 /* iq2: eight values of 8, 25, 43, and their signs. */
 K3_BLOCK_INLINE void k3_block_iq2(const K3BlockBook *book, uint32_t index, uint32_t signs, uint32_t code[2])
 {
-  uint32_t entry = book->grid[index * book->grid_step] | book->signs[signs * book->sign_step];
+  uint32_t entry = k3_block_look(book->grid, book->grid_step, index) | k3_block_look(book->signs, book->sign_step, signs);
   code[0] = k3_block_permute(0x002b1908u, 0x00d5e7f8u, entry);
   code[1] = k3_block_permute(0x002b1908u, 0x00d5e7f8u, entry >> 16);
 }
@@ -419,7 +432,7 @@ K3_BLOCK_INLINE void k3_block_decode(K3Type type, const uint32_t word[K3_BLOCK_W
     uint32_t qs = r < 2 ? word[0] : word[1], qh = word[2] >> 16 * (r >> 1);
     for (int i = 0; i < 2; i++) {
       const int l = 2 * (r & 1) + i;
-      k3_block_iq1(book, k3_block_byte(qs, l) | (qh >> 3 * l & 7u) << 8, (qh & 0x8000u) != 0, run->code + 2 * i);
+      k3_block_iq1(book, k3_block_byte(qs, l) | (qh >> 3 * l & 7u) << 8, qh >> 15 & 1u, run->code + 2 * i);
     }
     run->scale = k3_block_half(word[3]) * (float)(2 * (qh >> 12 & 7u) + 1) * 0.125f;
     break;
@@ -428,7 +441,7 @@ K3_BLOCK_INLINE void k3_block_decode(K3Type type, const uint32_t word[K3_BLOCK_W
     for (int i = 0; i < 2; i++) {
       const int l = 2 * (r & 1) + i;
       uint32_t high = word[2] >> 4 * (2 * r + i);
-      k3_block_iq1(book, k3_block_byte(r < 2 ? word[0] : word[1], l) | (high & 7u) << 8, (high & 8u) != 0, run->code + 2 * i);
+      k3_block_iq1(book, k3_block_byte(r < 2 ? word[0] : word[1], l) | (high & 7u) << 8, high >> 3 & 1u, run->code + 2 * i);
     }
     uint32_t d = (word[3] >> 12 & 0xfu) | (word[3] >> 24 & 0xf0u) | (word[4] >> 4 & 0xf00u) | (word[4] >> 16 & 0xf000u);
     uint32_t scale = (half ? word[4] : word[3]) >> (16 * odd + 3 * r) & 7u;
@@ -461,8 +474,8 @@ K3_BLOCK_INLINE void k3_block_decode(K3Type type, const uint32_t word[K3_BLOCK_W
     const uint32_t levels[4] = {0x1c140c04u, 0x3e342c24u, 0xe4ecf4fcu, 0xc2ccd4dcu};
     uint32_t rest = r < 2 ? word[4] : word[5];
     for (int k = 0; k < 4; k++) {
-      uint32_t signs = book->signs[(rest >> 7 * (2 * (r & 1) + (k >> 1)) & 127u) * book->sign_step];
-      run->code[k] = k3_block_iq3(levels, book->grid[k3_block_byte(word[r], k) * book->grid_step], signs >> 16 * (k & 1));
+      uint32_t signs = k3_block_look(book->signs, book->sign_step, rest >> 7 * (2 * (r & 1) + (k >> 1)) & 127u);
+      run->code[k] = k3_block_iq3(levels, k3_block_look(book->grid, book->grid_step, k3_block_byte(word[r], k)), signs >> 16 * (k & 1));
     }
     run->scale = k3_block_half(word[6]) * (0.5f + (float)(rest >> 28)) * 0.5f;
     break;
@@ -471,8 +484,8 @@ K3_BLOCK_INLINE void k3_block_decode(K3Type type, const uint32_t word[K3_BLOCK_W
     const uint32_t levels[4] = {0x07050301u, 0x0f0d0b09u, 0xf9fbfdffu, 0xf1f3f5f7u};
     for (int k = 0; k < 4; k++) {
       uint32_t index = k3_block_byte(word[r], k) | (word[4] >> (4 * r + k) & 1u) << 8;
-      uint32_t signs = book->signs[k3_block_byte(r < 2 ? word[5] : word[6], 2 * (r & 1) + (k >> 1)) * book->sign_step];
-      run->code[k] = k3_block_iq3(levels, book->grid[index * book->grid_step], signs >> 16 * (k & 1));
+      uint32_t signs = k3_block_look(book->signs, book->sign_step, k3_block_byte(r < 2 ? word[5] : word[6], 2 * (r & 1) + (k >> 1)));
+      run->code[k] = k3_block_iq3(levels, k3_block_look(book->grid, book->grid_step, index), signs >> 16 * (k & 1));
     }
     run->scale = k3_block_half(word[8]) * (float)(2 * (word[7] >> 4 * (r >> 1) & 15u) + 1);
     break;

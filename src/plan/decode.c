@@ -38,7 +38,7 @@ void k3_decode(K3Type type, const uint32_t *book, const uint8_t *data, int64_t c
     return;
   default: break;
   }
-  K3BlockBook parts = {book, book ? book + k3_codebook((K3CodebookId)k3_codebook_of(type))->words : NULL, 1, 1};
+  K3BlockBook parts = {book, book ? book + k3_codebook((K3CodebookId)k3_codebook_of(type))->words : NULL, 4, 4};
   for (int64_t at = 0; at < count; at += format->block_values, data += format->block_bytes)
     decode_block(type, &parts, data, out + at);
 }
