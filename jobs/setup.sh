@@ -8,7 +8,7 @@
 set -eu
 
 # without these nothing is built
-required='build-essential autoconf automake pkg-config openmpi-bin libopenmpi-dev libhdf5-dev'
+required='build-essential autoconf automake pkg-config openmpi-bin libopenmpi-dev libhdf5-dev zlib1g-dev'
 # hdf5-tools looks into run files, libjson-c-dev serves import
 optional='hdf5-tools libjson-c-dev'
 # python3-h5py and python3-matplotlib serve the command report too

@@ -852,11 +852,6 @@ def test_usage(checkpoint):
     assert not list(folder.parent.glob("*.h5*"))
 
 
-def test_gguf_is_refused(tmp_path):
-    (tmp_path / "m.gguf").write_bytes(b"GGUF")
-    refused(tmp_path / "m.gguf", "GGUF")
-
-
 def test_existing_output(checkpoint):
     folder, tensors, origin = checkpoint
     write(folder, tensors)
@@ -929,19 +924,67 @@ def test_interruption(tmp_path, rng, how):
     if how == signal.SIGKILL:
         assert process.returncode == -9
     else:
-        assert process.returncode == 3 and f"signal {int(how)}" in message, message
-        assert not (tmp_path / "m.h5.partial").exists()
-    tensors, origin = tensors_of(rng)                 # and a small one goes through under the same name
+        assert process.returncode == 3 and f"signal {int(how)}" in message and "m.h5.partial" in message, message
+        assert (tmp_path / "m.h5.partial").exists()
+    tensors, origin = tensors_of(rng)                 # another checkpoint under the same name starts from the beginning
     (folder / "model.safetensors").unlink()
     write(folder, tensors, shards=0)
     done = run(folder, "--output", output)
-    assert done.returncode == 0, done
-    assert not (tmp_path / "m.h5.partial").exists()
+    assert done.returncode == 0 and "whole already" not in done.stdout, done
+    assert not list(tmp_path.glob("m.h5.*"))
     compare(output, tensors, origin)
 
 
+@pytest.mark.parametrize("how", ["go on", "spoilt", "torn", "no journal"])
+def test_restart(tmp_path, rng, how):
+    """What an interrupted import finished is kept when its bytes are still those, and the result is the same."""
+    folder, output, journal = tmp_path / "c", tmp_path / "m.h5", tmp_path / "m.h5.partial.journal"
+    sparse(folder, 1_000_000, rng)
+    digest = lambda done: done.stdout.split("content digest ")[1].split()[0]
+    whole = digest(run(folder, "--output", tmp_path / "whole.h5"))
+    process = subprocess.Popen([K3DECODE, "import", folder, "--output", output], stderr=subprocess.PIPE, text=True)
+    wait_for(journal, 100, process)                   # its first line is shorter: some tensors are whole
+    process.send_signal(signal.SIGKILL if how == "torn" else signal.SIGTERM)
+    process.communicate(timeout=60)
+    finished = [line.split() for line in journal.read_text().splitlines(keepends=True)[1:] if line.endswith("\n")]
+    assert finished and not output.exists()
+    spoilt = 0
+    if how == "spoilt":
+        name = next(path for _, path in finished if path.endswith("_norm"))
+        with h5py.File(tmp_path / "m.h5.partial", "r+") as file:
+            file[name][0] += 1
+        spoilt = 1
+    if how == "torn":
+        journal.write_text(journal.read_text() + "0000")
+    if how == "no journal":
+        journal.unlink()
+    done = run(folder, "--output", output)
+    assert done.returncode == 0, done
+    kept = 0 if how == "no journal" else len(finished) - spoilt
+    assert (f"{kept} tensors were whole already" in done.stdout) == (kept > 0), done.stdout
+    assert digest(done) == whole
+    assert not list(tmp_path.glob("m.h5.*"))
+    checked = subprocess.run([K3DECODE, "info", output, "--check"], capture_output=True, text=True, timeout=300)
+    assert checked.returncode == 0 and f"content digest {whole}, as written" in checked.stdout, checked
+
+
+def test_check_finds_a_changed_byte(checkpoint):
+    folder, tensors, _ = checkpoint
+    write(folder, tensors)
+    path = imported(folder)
+    with h5py.File(path, "r+") as file:
+        file["layers/001/kv_b_proj"][3, 5] ^= 1
+    checked = subprocess.run([K3DECODE, "info", path, "--check"], capture_output=True, text=True, timeout=300)
+    assert checked.returncode == 3 and "/layers/001/kv_b_proj" in checked.stderr and "1 of " in checked.stderr, checked
+    with h5py.File(path, "r+") as file:
+        file["layers/001/kv_b_proj"][3, 5] ^= 1
+        file["config"].attrs["routed_scaling_factor"] = 3.5
+    checked = subprocess.run([K3DECODE, "info", path, "--check"], capture_output=True, text=True, timeout=300)
+    assert checked.returncode == 3 and "content digest" in checked.stderr, checked
+
+
 def test_memory_stays_bounded(tmp_path, rng):
-    """Two tensors of 512 MB pass through two pieces of 64 MiB."""
+    """Two tensors of 512 MB pass through two pieces of 16 MiB a thread."""
     folder = tmp_path / "c"
     sparse(folder, 4_000_000, rng)
     child = subprocess.Popen([K3DECODE, "import", folder, "--output", tmp_path / "m.h5", "--trunk", "q8_0"],

@@ -7,6 +7,7 @@
 #endif
 
 #include <getopt.h>
+#include <inttypes.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -21,23 +22,29 @@
 static const char usage[] =
     "usage: k3decode import CHECKPOINT --output MODEL.h5 [options]\n"
     "\n"
-    "Reads a published Kimi K3 checkpoint, a directory with config.json, model.safetensors.index.json and its\n"
-    "shards (or one model.safetensors), and writes one HDF5 model file for `k3decode run`. One process only.\n"
+    "Reads a published Kimi K3 checkpoint and writes one HDF5 model file for `k3decode run`. One process only.\n"
+    "CHECKPOINT is a directory with config.json, model.safetensors.index.json and its shards (or one\n"
+    "model.safetensors); or a GGUF file of architecture kimi-k3, the first shard of a split one\n"
+    "(NAME-00001-of-000NN.gguf), or a directory that holds one such model.\n"
     "\n"
     "  -o, --output FILE      the model file to write (as FILE.partial until it is whole)\n"
-    "      --trunk TYPE       matrices outside the experts: bf16 (default: BF16 and F32 as published, F16 widened\n"
-    "                         to f32), q8_0 (where a row is a whole number of blocks of 32), f32 (widened)\n"
-    "      --experts TYPE     keep (default: packed ones become mxfp4 bit for bit, others as published), q8_0\n"
+    "      --trunk TYPE       of safetensors, matrices outside the experts: bf16 (default: BF16 and F32 as published,\n"
+    "                         F16 widened to f32), q8_0 (where a row is a whole number of blocks of 32), f32 (widened)\n"
+    "      --experts TYPE     of safetensors: keep (default: packed ones become mxfp4 bit for bit, others as\n"
+    "                         published), q8_0\n"
     "      --overwrite        replace FILE when it exists\n"
     "  -h, --help             this text\n"
     "\n"
-    "Norms, convolutions, A_log, biases and residual scores are always stored as f32. Vision tensors are skipped.\n"
-    "An interrupted import leaves no output and is simply run again.\n";
+    "GGUF matrices keep their type and their blocks bit for bit. Norms, convolutions, A_log, biases and residual scores\n"
+    "are always stored as f32. Vision tensors are skipped. An import that is stopped by a signal leaves FILE.partial\n"
+    "and its journal; the same command then goes on with the tensors that are whole. OMP_NUM_THREADS limits the\n"
+    "threads. The last line tells the content digest, which `k3decode info FILE --check` compares with the file.\n";
 
 typedef struct {
   const char *checkpoint, *output;
   K3HfTrunk trunk;
   K3HfExperts experts;
+  const char *conversion; /* the option that asks for another type, NULL: none */
   int overwrite, help;
 } Arguments;
 
@@ -61,11 +68,13 @@ static K3Status parse(int argc, char **argv, Arguments *arguments)
       else if (strcmp(optarg, "q8_0") == 0) arguments->trunk = K3_TRUNK_Q8_0;
       else if (strcmp(optarg, "f32") == 0) arguments->trunk = K3_TRUNK_F32;
       else K3_FAIL(K3_ERR_USAGE, "import: --trunk %s: wanted bf16, q8_0 or f32", optarg);
+      if (arguments->trunk != K3_TRUNK_KEEP) arguments->conversion = "--trunk";
       break;
     case EXPERTS:
       if (strcmp(optarg, "keep") == 0) arguments->experts = K3_EXPERTS_KEEP;
       else if (strcmp(optarg, "q8_0") == 0) arguments->experts = K3_EXPERTS_Q8_0;
       else K3_FAIL(K3_ERR_USAGE, "import: --experts %s: wanted keep or q8_0", optarg);
+      if (arguments->experts != K3_EXPERTS_KEEP) arguments->conversion = "--experts";
       break;
     case OVERWRITE: arguments->overwrite = 1; break;
     case 'h': arguments->help = 1; return K3_OK;
@@ -82,8 +91,6 @@ static K3Status parse(int argc, char **argv, Arguments *arguments)
   return K3_OK;
 }
 
-#ifdef HAVE_JSON_C
-
 /* The first call knows the size of the whole. */
 static void show_progress(void *context, int64_t done, int64_t all)
 {
@@ -92,14 +99,27 @@ static void show_progress(void *context, int64_t done, int64_t all)
   k3_progress_update(bar, done);
 }
 
-static void report(const Arguments *arguments, const K3HfImportResult *result)
+static void report(const Arguments *arguments, const K3ImportResult *result)
 {
   printf("%s: %lld tensors from %lld published ones, %.3f GB read, %.3f GB written", arguments->output,
          (long long)result->tensors, (long long)result->published, (double)result->bytes_read * 1e-9,
          (double)result->bytes_written * 1e-9);
   for (int type = 0; type < K3_TYPE_COUNT; type++)
     if (result->by_type[type]) printf(", %lld %s", (long long)result->by_type[type], k3_format((K3Type)type)->name);
-  printf("; %lld vision tensors skipped\n", (long long)result->vision);
+  if (result->vision) printf("; %lld vision tensors skipped", (long long)result->vision);
+  if (result->resumed) printf("; %lld tensors were whole already", (long long)result->resumed);
+  printf("\n%.1f s, %.3f GB/s; content digest %016" PRIx64 "\n", result->seconds,
+         result->seconds > 0 ? (double)result->bytes_read * 1e-9 / result->seconds : 0.0, result->digest);
+}
+
+static K3Status import_by_kind(const Arguments *arguments, const K3ImportOptions *options, K3ImportResult *result)
+{
+#ifdef HAVE_JSON_C
+  return k3_hf_import(arguments->checkpoint, arguments->output, arguments->trunk, arguments->experts, options, result);
+#else
+  K3_FAIL(K3_ERR_INPUT, "import: this build cannot read JSON, so no safetensors checkpoints: install "
+                        "libjson-c-dev, then run configure and make again");
+#endif
 }
 
 static K3Status import_checkpoint(const Arguments *arguments, int argc, char **argv)
@@ -107,39 +127,20 @@ static K3Status import_checkpoint(const Arguments *arguments, int argc, char **a
   char *provenance = k3_session_join(argc, argv);
   struct sigaction before[K3_STOP_SIGNALS];
   K3ProgressBar bar = {0};
-  K3HfImportResult result;
+  K3ImportResult result;
   if (!provenance) K3_FAIL(K3_ERR_INPUT, "import: no memory");
-  K3HfImportOptions options = {.trunk = arguments->trunk,
-                               .experts = arguments->experts,
-                               .overwrite = arguments->overwrite,
-                               .provenance = provenance,
-                               .stopped = &k3_stop_signal,
-                               .progress = show_progress,
-                               .progress_context = &bar};
+  K3ImportOptions options = {.overwrite = arguments->overwrite,
+                             .provenance = provenance,
+                             .stopped = &k3_stop_signal,
+                             .progress = show_progress,
+                             .progress_context = &bar};
   k3_stop_catch(before);
-  K3Status status = k3_hf_import(arguments->checkpoint, arguments->output, &options, &result);
+  K3Status status = import_by_kind(arguments, &options, &result);
   k3_progress_finish(&bar);
   k3_stop_release(before);
   free(provenance);
   if (status == K3_OK) report(arguments, &result);
   return status;
-}
-
-#else
-
-static K3Status import_checkpoint(const Arguments *arguments, int argc, char **argv)
-{
-  (void)arguments, (void)argc, (void)argv;
-  K3_FAIL(K3_ERR_INPUT, "import: this build cannot read JSON, so no checkpoints: install libjson-c-dev, then run "
-                        "configure and make again");
-}
-
-#endif
-
-static int ends_with(const char *text, const char *end)
-{
-  size_t length = strlen(text), tail = strlen(end);
-  return length >= tail && strcmp(text + length - tail, end) == 0;
 }
 
 K3Status k3_command_import(int argc, char **argv, K3Comm *comm)
@@ -152,8 +153,5 @@ K3Status k3_command_import(int argc, char **argv, K3Comm *comm)
   }
   if (comm && comm->world > 1)
     K3_FAIL(K3_ERR_USAGE, "import: runs as one process, got %d: start it without mpirun", comm->world);
-  if (ends_with(arguments.checkpoint, ".gguf"))
-    K3_FAIL(K3_ERR_INPUT, "%s: GGUF files are not imported yet; give the directory of the safetensors release",
-            arguments.checkpoint);
   return import_checkpoint(&arguments, argc, argv);
 }

@@ -13,29 +13,25 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "base/float16.h"
 #include "import/hf_config.h"
 #include "import/hf_names.h"
 #include "import/quantise.h"
 #include "import/safetensors.h"
 #include "plan/config.h"
 #include "plan/tensors.h"
-#include "store/model_writer.h"
-
-enum { PIECE_BYTES = 64 << 20 };
+#include "store/digest.h"
 
 typedef struct {
   const char *directory;
-  const K3HfImportOptions *options;
-  K3HfImportResult *result;
+  K3HfTrunk trunk;
+  K3HfExperts experts;
+  K3ImportResult *result;
   K3Config config;
   K3TensorTable table;
+  K3Type *types;         /* [table.count] of the model file */
+  int64_t *source_bytes; /* [table.count] */
   K3Safetensors *safe;
-  K3ModelWriter *writer;
   const char *prefix; /* of text tensors: "language_model." or "" */
-  int64_t bytes_all;  /* of text tensors */
-  uint8_t *stored;    /* [PIECE_BYTES] a piece as the model file stores it */
-  float *values;      /* [PIECE_BYTES / 4] a piece widened, on its way to q8_0 */
 } Import;
 
 /* Where one matrix (a tensor of ours, or one expert of it) comes from. */
@@ -170,26 +166,27 @@ static K3Type choose_type(const Import *import, const K3TensorSpec *spec, const 
   int whole = matrix_columns(spec) % K3_QUANTISE_BLOCK == 0;
   K3Type kept = origin->scale ? K3_TYPE_MXFP4 : origin->data->dtype == K3_SAFE_BF16 ? K3_TYPE_BF16 : K3_TYPE_F32;
   if (!spec->is_matrix) return K3_TYPE_F32;
-  if (k3_hf_is_expert(spec)) return import->options->experts == K3_EXPERTS_Q8_0 && whole ? K3_TYPE_Q8_0 : kept;
-  if (import->options->trunk == K3_TRUNK_F32) return K3_TYPE_F32;
-  return import->options->trunk == K3_TRUNK_Q8_0 && whole ? K3_TYPE_Q8_0 : kept;
+  if (k3_hf_is_expert(spec)) return import->experts == K3_EXPERTS_Q8_0 && whole ? K3_TYPE_Q8_0 : kept;
+  if (import->trunk == K3_TRUNK_F32) return K3_TYPE_F32;
+  return import->trunk == K3_TRUNK_Q8_0 && whole ? K3_TYPE_Q8_0 : kept;
 }
 
-static void count_origin(Import *import, const Origin *origin)
+static void count_origin(Import *import, int64_t tensor, const Origin *origin)
 {
   K3SafeTensor *const parts[2] = {origin->data, origin->scale};
   for (int i = 0; i < 2; i++) {
     if (!parts[i]) continue;
     parts[i]->used = 1;
-    import->bytes_all += parts[i]->bytes;
+    import->source_bytes[tensor] += parts[i]->bytes;
     import->result->published++;
   }
 }
 
 /* All experts of a tensor must be stored alike: ours is one dataset. */
-static K3Status check_experts(Import *import, const K3TensorSpec *spec)
+static K3Status check_experts(Import *import, int64_t tensor)
 {
-  Origin first, origin;
+  const K3TensorSpec *spec = &import->table.specs[tensor];
+  Origin first = {NULL, NULL}, origin;
   for (int64_t expert = 0; expert < spec->shape[0]; expert++) {
     K3_TRY(find_expert(import, spec, expert, &origin));
     if (expert == 0) first = origin;
@@ -198,8 +195,9 @@ static K3Status check_experts(Import *import, const K3TensorSpec *spec)
               "%s: tensors %s (%s) and %s (%s) are stored differently, but all experts of %s share a type",
               import->directory, first.data->name, k3_safetensors_dtype_name(first.data->dtype), origin.data->name,
               k3_safetensors_dtype_name(origin.data->dtype), spec->path);
-    count_origin(import, &origin);
+    count_origin(import, tensor, &origin);
   }
+  import->types[tensor] = choose_type(import, spec, &first);
   return K3_OK;
 }
 
@@ -230,73 +228,23 @@ static K3Status check_all(Import *import)
   for (int64_t i = 0; i < import->table.count; i++) {
     const K3TensorSpec *spec = &import->table.specs[i];
     if (k3_hf_is_expert(spec)) {
-      K3_TRY(check_experts(import, spec));
+      K3_TRY(check_experts(import, i));
       continue;
     }
     Origin origin;
     K3_TRY(find_trunk(import, spec, &origin));
-    count_origin(import, &origin);
+    count_origin(import, i, &origin);
+    import->types[i] = choose_type(import, spec, &origin);
   }
   return check_surplus(import);
 }
 
 /* --- second pass: values --- */
 
-/* First element of `count` that is NaN or infinite, -1 when all are finite. */
-static int64_t find_not_finite_16(unsigned mask, const uint8_t *data, int64_t count)
+/* The storage type of a plain tensor (check_float). */
+static K3Type plain_type(const K3SafeTensor *tensor)
 {
-  for (int64_t begin = 0; begin < count; begin += 4096) { /* the inner loop has no branch: it is made wide */
-    int64_t end = begin + 4096 < count ? begin + 4096 : count;
-    unsigned bad = 0;
-    for (int64_t i = begin; i < end; i++) {
-      uint16_t bits;
-      memcpy(&bits, data + 2 * i, 2);
-      bad |= (bits & mask) == mask;
-    }
-    for (int64_t i = begin; bad && i < end; i++) {
-      uint16_t bits;
-      memcpy(&bits, data + 2 * i, 2);
-      if ((bits & mask) == mask) return i;
-    }
-  }
-  return -1;
-}
-
-static int64_t find_not_finite_32(const uint8_t *data, int64_t count)
-{
-  const uint32_t mask = 0x7f800000u;
-  for (int64_t begin = 0; begin < count; begin += 4096) {
-    int64_t end = begin + 4096 < count ? begin + 4096 : count;
-    unsigned bad = 0;
-    for (int64_t i = begin; i < end; i++) {
-      uint32_t bits;
-      memcpy(&bits, data + 4 * i, 4);
-      bad |= (bits & mask) == mask;
-    }
-    for (int64_t i = begin; bad && i < end; i++) {
-      uint32_t bits;
-      memcpy(&bits, data + 4 * i, 4);
-      if ((bits & mask) == mask) return i;
-    }
-  }
-  return -1;
-}
-
-static int64_t find_not_finite(K3SafeDtype dtype, const uint8_t *data, int64_t count)
-{
-  if (dtype == K3_SAFE_F32) return find_not_finite_32(data, count);
-  return find_not_finite_16(dtype == K3_SAFE_BF16 ? 0x7f80u : 0x7c00u, data, count);
-}
-
-static void widen(K3SafeDtype dtype, const uint8_t *data, int64_t count, float *out)
-{
-  if (dtype == K3_SAFE_F32) memcpy(out, data, (size_t)count * 4);
-  if (dtype == K3_SAFE_F32) return;
-  for (int64_t i = 0; i < count; i++) {
-    uint16_t half;
-    memcpy(&half, data + 2 * i, 2);
-    out[i] = dtype == K3_SAFE_BF16 ? k3_bf16_to_float(half) : k3_f16_to_float(half);
-  }
+  return tensor->dtype == K3_SAFE_F32 ? K3_TYPE_F32 : tensor->dtype == K3_SAFE_BF16 ? K3_TYPE_BF16 : K3_TYPE_F16;
 }
 
 static K3Status fail_block(const Import *import, const K3SafeTensor *tensor, int64_t block)
@@ -307,51 +255,50 @@ static K3Status fail_block(const Import *import, const K3SafeTensor *tensor, int
           (long long)block * K3_QUANTISE_BLOCK, (long long)block * K3_QUANTISE_BLOCK + K3_QUANTISE_BLOCK - 1);
 }
 
-/* Elements [first, first + count) of a plain tensor into import->stored. */
-static K3Status convert_plain(Import *import, const K3SafeTensor *tensor, K3Type type, int64_t first, int64_t count)
+/* Elements [first, first + count) of a plain tensor into worker->stored. */
+static K3Status convert_plain(const Import *import, const K3SafeTensor *tensor, K3Type type, int64_t first,
+                              int64_t count, K3ImportWorker *worker)
 {
   int64_t size = tensor->dtype == K3_SAFE_F32 ? 4 : 2;
   const uint8_t *data = tensor->data + first * size;
-  int64_t bad = find_not_finite(tensor->dtype, data, count);
+  int64_t bad = k3_import_find_not_finite(plain_type(tensor), data, count);
   if (bad >= 0)
     K3_FAIL(K3_ERR_INPUT, "%s: tensor %s: element %lld is NaN or infinite", k3_safetensors_path(import->safe, tensor),
             tensor->name, (long long)(first + bad));
   if (type == K3_TYPE_BF16) { /* only from BF16 */
-    memcpy(import->stored, data, (size_t)(count * size));
+    memcpy(worker->stored, data, (size_t)(count * size));
     return K3_OK;
   }
   if (type == K3_TYPE_F32) {
-    widen(tensor->dtype, data, count, (float *)(void *)import->stored);
+    k3_import_widen(plain_type(tensor), data, count, (float *)(void *)worker->stored);
     return K3_OK;
   }
-  widen(tensor->dtype, data, count, import->values);
-  bad = k3_quantise_q8_0(import->values, count / K3_QUANTISE_BLOCK, import->stored);
+  k3_import_widen(plain_type(tensor), data, count, worker->values);
+  bad = k3_quantise_q8_0(worker->values, count / K3_QUANTISE_BLOCK, worker->stored);
   return bad < 0 ? K3_OK : fail_block(import, tensor, first / K3_QUANTISE_BLOCK + bad);
 }
 
 /* The same for a packed one. */
-static K3Status convert_packed(Import *import, const Origin *origin, K3Type type, int64_t first, int64_t count)
+static K3Status convert_packed(const Import *import, const Origin *origin, K3Type type, int64_t first, int64_t count,
+                               K3ImportWorker *worker)
 {
   int64_t block = first / K3_QUANTISE_BLOCK, blocks = count / K3_QUANTISE_BLOCK;
   int64_t bad = k3_mxfp4_interleave(origin->data->data + block * K3_MXFP4_NIBBLE_BYTES, origin->scale->data + block,
-                                    blocks, import->stored);
+                                    blocks, worker->stored);
   if (bad >= 0)
     K3_FAIL(K3_ERR_INPUT, "%s: tensor %s: the scale of block %lld (row %lld) is 255, not a number",
             k3_safetensors_path(import->safe, origin->scale), origin->scale->name, (long long)(block + bad),
             (long long)((block + bad) / origin->scale->shape[1]));
   if (type == K3_TYPE_MXFP4) return K3_OK;
-  k3_mxfp4_unpack(import->stored, blocks, import->values);
-  bad = k3_quantise_q8_0(import->values, blocks, import->stored);
+  k3_mxfp4_unpack(worker->stored, blocks, worker->values);
+  bad = k3_quantise_q8_0(worker->values, blocks, worker->stored);
   return bad < 0 ? K3_OK : fail_block(import, origin->data, block + bad);
 }
 
-static K3Status check_stop(const Import *import)
+/* bytes * part / whole, for bytes beyond 2^31. */
+static int64_t part_of(int64_t bytes, int64_t part, int64_t whole)
 {
-  const volatile sig_atomic_t *stopped = import->options->stopped;
-  if (stopped && *stopped)
-    K3_FAIL(K3_ERR_INPUT, "import stopped by signal %d: the unfinished output was removed; run it again",
-            (int)*stopped);
-  return K3_OK;
+  return bytes / whole * part + bytes % whole * part / whole;
 }
 
 /* Gives back the pages of rows [row, row + count) of a tensor of `rows` rows (A_log may hold more: unimportant). */
@@ -362,29 +309,20 @@ static void release_rows(const K3SafeTensor *tensor, int64_t row, int64_t count,
 }
 
 /* Writes `rows` rows from `origin` to rows [at, at + rows) of the tensor. */
-static K3Status write_matrix(Import *import, const K3TensorSpec *spec, const Origin *origin, K3Type type, int64_t at,
-                             int64_t rows)
+static K3Status write_matrix(const Import *import, const K3TensorSpec *spec, const Origin *origin, K3Type type,
+                             int64_t at, int64_t rows, K3ImportWorker *worker)
 {
-  int64_t columns = matrix_columns(spec), step = PIECE_BYTES / 4 / columns;
-  if (step < 1) /* 2^24 columns fit; k3_config_check allows products of sizes beyond */
-    K3_FAIL(K3_ERR_INPUT, "%s: tensor %s has rows of %lld elements, at most %d are read",
-            k3_safetensors_path(import->safe, origin->data), origin->data->name, (long long)columns, PIECE_BYTES / 4);
+  int64_t columns = matrix_columns(spec), step = 0, bytes = origin->data->bytes + (origin->scale ? origin->scale->bytes : 0);
+  K3_TRY(k3_import_rows(k3_safetensors_path(import->safe, origin->data), origin->data->name, columns * 4, &step));
   for (int64_t row = 0; row < rows; row += step) {
     int64_t count = rows - row < step ? rows - row : step;
-    K3_TRY(check_stop(import));
-    if (origin->scale) K3_TRY(convert_packed(import, origin, type, row * columns, count * columns));
-    else K3_TRY(convert_plain(import, origin->data, type, row * columns, count * columns));
-    K3_TRY(k3_model_writer_rows(import->writer, spec, type, at + row, count, import->stored));
-    import->result->bytes_written += k3_format_bytes(type, count * columns);
+    if (origin->scale) K3_TRY(convert_packed(import, origin, type, row * columns, count * columns, worker));
+    else K3_TRY(convert_plain(import, origin->data, type, row * columns, count * columns, worker));
+    K3_TRY(k3_import_put(worker, spec, type, at + row, count, worker->stored,
+                         part_of(bytes, row + count, rows) - part_of(bytes, row, rows)));
     release_rows(origin->data, row, count, rows);
     if (origin->scale) release_rows(origin->scale, row, count, rows);
-    if (import->options->progress) {
-      int64_t done =
-          import->result->bytes_read + (int64_t)((double)origin->data->bytes * (double)(row + count) / (double)rows);
-      import->options->progress(import->options->progress_context, done, import->bytes_all);
-    }
   }
-  import->result->bytes_read += origin->data->bytes + (origin->scale ? origin->scale->bytes : 0);
   return K3_OK;
 }
 
@@ -394,7 +332,7 @@ static K3Status check_tail(const Import *import, const K3TensorSpec *spec, const
   int64_t size = tensor->dtype == K3_SAFE_F32 ? 4 : 2, count = tensor->bytes / size;
   for (int64_t i = spec->shape[0]; i < count; i++) {
     float value;
-    widen(tensor->dtype, tensor->data + i * size, 1, &value);
+    k3_import_widen(plain_type(tensor), tensor->data + i * size, 1, &value);
     if (value == 0.0f) continue; /* a NaN is not */
     K3_FAIL(K3_ERR_INPUT,
             "%s: tensor %s holds %lld numbers for %lld heads, and element %lld beyond the heads is %g, "
@@ -405,49 +343,54 @@ static K3Status check_tail(const Import *import, const K3TensorSpec *spec, const
   return K3_OK;
 }
 
-static K3Status write_tensor(Import *import, const K3TensorSpec *spec)
+static K3Status write_tensor(void *importer, const K3TensorSpec *spec, int64_t tensor, K3ImportWorker *worker)
 {
+  const Import *import = importer;
   Origin origin;
-  int experts = k3_hf_is_expert(spec);
-  if (experts) K3_TRY(find_expert(import, spec, 0, &origin));
-  else K3_TRY(find_trunk(import, spec, &origin));
-  if (spec->role == K3_ROLE_A_LOG) K3_TRY(check_tail(import, spec, origin.data));
-  K3Type type = choose_type(import, spec, &origin);
-  K3_TRY(k3_model_writer_tensor(import->writer, spec, type));
-  import->result->by_type[type]++;
-  import->result->tensors++;
-  if (!experts) return write_matrix(import, spec, &origin, type, 0, spec->shape[0]);
+  K3Type type = import->types[tensor];
+  if (!k3_hf_is_expert(spec)) {
+    K3_TRY(find_trunk(import, spec, &origin));
+    if (spec->role == K3_ROLE_A_LOG) K3_TRY(check_tail(import, spec, origin.data));
+    return write_matrix(import, spec, &origin, type, 0, spec->shape[0], worker);
+  }
   for (int64_t expert = 0; expert < spec->shape[0]; expert++) {
     K3_TRY(find_expert(import, spec, expert, &origin));
-    K3_TRY(write_matrix(import, spec, &origin, type, expert * spec->shape[1], spec->shape[1]));
+    K3_TRY(write_matrix(import, spec, &origin, type, expert * spec->shape[1], spec->shape[1], worker));
   }
   return K3_OK;
 }
 
-K3Status k3_hf_import(const char *directory, const char *output, const K3HfImportOptions *options,
-                      K3HfImportResult *result)
+K3Status k3_hf_import(const char *directory, const char *output, K3HfTrunk trunk, K3HfExperts experts,
+                      const K3ImportOptions *options, K3ImportResult *result)
 {
   K3Status status = K3_OK;
-  Import import = {.directory = directory, .options = options, .result = result};
+  Import import = {.directory = directory, .trunk = trunk, .experts = experts, .result = result};
+  uint64_t identity = K3_DIGEST_START;
   memset(result, 0, sizeof *result);
   K3_TRY_DONE(k3_hf_config_read(directory, &import.config));
   K3_TRY_DONE(k3_safetensors_open(directory, &import.safe));
   K3_TRY_DONE(k3_tensors_build(&import.config, &import.table));
+  import.types = calloc((size_t)import.table.count, sizeof *import.types);
+  import.source_bytes = calloc((size_t)import.table.count, sizeof *import.source_bytes);
+  if (!import.types || !import.source_bytes)
+    K3_FAIL_DONE(K3_ERR_INPUT, "no memory for the list of %lld tensors", (long long)import.table.count);
   K3_TRY_DONE(check_all(&import));
-  import.stored = malloc(PIECE_BYTES);
-  import.values = malloc(PIECE_BYTES);
-  if (!import.stored || !import.values)
-    K3_FAIL_DONE(K3_ERR_INPUT, "no memory for two buffers of %d bytes", PIECE_BYTES);
-  K3_TRY_DONE(k3_model_writer_create(output, &import.config, options->provenance, options->overwrite, &import.writer));
-  for (int64_t i = 0; i < import.table.count; i++) {
-    K3_TRY_DONE(write_tensor(&import, &import.table.specs[i]));
-  }
-  K3_TRY_DONE(check_stop(&import));
-  K3_TRY_DONE(k3_model_writer_finish(import.writer, &import.table));
+  for (int64_t s = 0; s < import.safe->shard_count; s++)
+    K3_TRY_DONE(k3_import_identity(import.safe->shards[s].path, &identity));
+  K3ImportJob job = {.output = output,
+                     .options = options,
+                     .config = &import.config,
+                     .table = &import.table,
+                     .types = import.types,
+                     .source_bytes = import.source_bytes,
+                     .identity = identity,
+                     .importer = &import,
+                     .write = write_tensor,
+                     .result = result};
+  K3_TRY_DONE(k3_import_run(&job));
 done:
-  k3_model_writer_close(import.writer);
-  free(import.stored);
-  free(import.values);
+  free(import.types);
+  free(import.source_bytes);
   k3_tensors_free(&import.table);
   k3_safetensors_close(import.safe);
   return status;

@@ -2,11 +2,8 @@
 #ifndef K3_IMPORT_HF_IMPORT_H
 #define K3_IMPORT_HF_IMPORT_H
 
-#include <signal.h>
-#include <stdint.h>
-
 #include "base/status.h"
-#include "plan/formats.h"
+#include "import/import_job.h"
 
 typedef enum {
   K3_TRUNK_KEEP, /* `bf16`: BF16 and F32 as published; F16 widened to f32 (exact) */
@@ -19,29 +16,12 @@ typedef enum {
   K3_EXPERTS_Q8_0  /* where rows are whole blocks */
 } K3HfExperts;
 
-typedef struct {
-  K3HfTrunk trunk;
-  K3HfExperts experts;
-  int overwrite;
-  const char *provenance;                                     /* text for the model file */
-  const volatile sig_atomic_t *stopped;                       /* a signal number once one came; may be NULL */
-  void (*progress)(void *context, int64_t done, int64_t all); /* bytes read; may be NULL */
-  void *progress_context;
-} K3HfImportOptions;
-
-typedef struct {
-  int64_t tensors;   /* of the model file */
-  int64_t published; /* of the checkpoint, without skipped ones */
-  int64_t vision;    /* skipped */
-  int64_t bytes_read, bytes_written;
-  int64_t by_type[K3_TYPE_COUNT]; /* tensors of the model file */
-} K3HfImportResult;
-
-/* Everything but the values is checked before the output is created. On failure no output is left.
+/* Everything but the values is checked before the output is created. On failure no output is left, see
+ * k3_import_run.
  * Norms, convolutions, A_log, biases and residual scores become f32.
  * Errors: K3_ERR_INPUT: config, a missing, surplus, mis-shaped or mis-typed tensor, NaN or infinity, a non-zero
  * tail of A_log, an E8M0 byte of 255, an output that cannot be written, a signal. */
-K3Status k3_hf_import(const char *directory, const char *output, const K3HfImportOptions *options,
-                      K3HfImportResult *result);
+K3Status k3_hf_import(const char *directory, const char *output, K3HfTrunk trunk, K3HfExperts experts,
+                      const K3ImportOptions *options, K3ImportResult *result);
 
 #endif

@@ -11,17 +11,14 @@
 
 #ifdef HAVE_JSON_C
 
-#include <errno.h>
-#include <fcntl.h>
 #include <json.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 #include "import/json_file.h"
+#include "import/mapped_file.h"
 
 #define INDEX_NAME "model.safetensors.index.json"
 #define SINGLE_NAME "model.safetensors"
@@ -74,11 +71,7 @@ K3SafeTensor *k3_safetensors_find(const K3Safetensors *safe, const char *name)
 
 void k3_safetensors_release(const K3SafeTensor *tensor, int64_t begin, int64_t end)
 {
-  /* whole pages; the one that a piece ends in is given back with the next piece */
-  uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE);
-  uintptr_t first = ((uintptr_t)tensor->data + (uintptr_t)begin) / page * page;
-  uintptr_t last = ((uintptr_t)tensor->data + (uintptr_t)end) / page * page;
-  if (last > first) madvise((void *)first, last - first, MADV_DONTNEED); /* advice: read again when wanted again */
+  k3_mapped_release(tensor->data, begin, end);
 }
 
 /* A name that can stand in a message and in a path component. */
@@ -205,28 +198,6 @@ static K3Status check_cover(const K3SafeShard *shard, K3SafeTensor *tensors, int
   return K3_OK;
 }
 
-static K3Status map_shard(K3SafeShard *shard)
-{
-  K3Status status = K3_OK;
-  struct stat info;
-  int fd = open(shard->path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
-  if (fd < 0) K3_FAIL(K3_ERR_INPUT, "%s: cannot open: %s", shard->path, strerror(errno));
-  if (fstat(fd, &info) != 0) K3_FAIL_DONE(K3_ERR_INPUT, "%s: cannot stat: %s", shard->path, strerror(errno));
-  if (!S_ISREG(info.st_mode)) K3_FAIL_DONE(K3_ERR_INPUT, "%s: no plain file", shard->path);
-  if (info.st_size < 8)
-    K3_FAIL_DONE(K3_ERR_INPUT, "%s: the file is too short: %lld bytes, a safetensors file has at least 8", shard->path,
-                 (long long)info.st_size);
-  void *map = mmap(NULL, (size_t)info.st_size, PROT_READ, MAP_PRIVATE, fd, 0);
-  if (map == MAP_FAILED)
-    K3_FAIL_DONE(K3_ERR_INPUT, "%s: cannot map its %lld bytes: %s (is there a limit on address space, ulimit -v?)",
-                 shard->path, (long long)info.st_size, strerror(errno));
-  shard->map = map;
-  shard->size = (size_t)info.st_size;
-done:
-  close(fd);
-  return status;
-}
-
 /* Appends the shard's tensors to safe->tensors. */
 static K3Status read_header(K3Safetensors *safe, int number)
 {
@@ -234,7 +205,7 @@ static K3Status read_header(K3Safetensors *safe, int number)
   K3SafeShard *shard = &safe->shards[number];
   struct json_object *header = NULL;
   uint64_t length = 0;
-  K3_TRY(map_shard(shard));
+  K3_TRY(k3_mapped_open(shard->path, "a safetensors file", 8, &shard->map, &shard->size));
   for (int i = 7; i >= 0; i--) length = length << 8 | shard->map[i];
   if (length > K3_SAFE_MAX_HEADER)
     K3_FAIL(K3_ERR_INPUT,
@@ -413,7 +384,7 @@ void k3_safetensors_close(K3Safetensors *safe)
   if (!safe) return;
   for (int64_t i = 0; i < safe->count; i++) free(safe->tensors[i].name);
   for (int64_t s = 0; s < safe->shard_count; s++) {
-    if (safe->shards[s].map) munmap(safe->shards[s].map, safe->shards[s].size);
+    k3_mapped_close(safe->shards[s].map, safe->shards[s].size);
     free(safe->shards[s].name);
     free(safe->shards[s].path);
   }

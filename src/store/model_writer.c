@@ -1,14 +1,18 @@
 /* Writes a model file tensor by tensor. See model_writer.h. Layer: store.
  *
  * PATH.partial is created exclusively and locked while it grows. A leftover of a killed run bears no lock and
- * is replaced; one that another process writes is refused. Datasets are contiguous, allocated at their first
- * write and never filled, so that one that was created but never written can be told by the reader. */
+ * is replaced or, when its journal says that it is the same work (model_journal.h), gone on with; one that another
+ * process writes is refused. Datasets are contiguous, their place is allocated when they are created, and their bytes
+ * are written there past the library, by any number of threads; the library is called again when all is written. So a
+ * writer that is killed between its last k3_model_writer_tensor and its finish leaves a file that can be opened. */
 #include "store/model_writer.h"
 
 #include <errno.h>
 #include <fcntl.h>
 #include <hdf5.h>
+#include <inttypes.h>
 #include <limits.h>
+#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -17,26 +21,44 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "store/content_digest.h"
 #include "store/hdf5_error.h"
+#include "store/model_journal.h"
 
-enum { MAX_PIECE = 1 << 30 }; /* bytes of one H5Dwrite */
+enum {
+  MAX_CALL = 1 << 30,     /* bytes of one pwrite or of one step of a checksum */
+  VERIFY_PIECE = 16 << 20 /* bytes read at a time */
+};
 
-/* Rows of one tensor that were written: sorted ranges that do not touch. */
+/* Rows [begin, end) that were written, and the CRC-32 of their bytes. */
+typedef struct {
+  int64_t begin, end;
+  uint32_t crc;
+} Range;
+
+/* What was written of one tensor: sorted ranges that do not touch. */
 typedef struct {
   char path[sizeof((K3TensorSpec *)0)->path];
-  int64_t rows;
-  int64_t (*ranges)[2];
+  K3Type type;
+  int64_t rows, row_bytes;
+  int64_t offset; /* of the dataset in the file */
+  Range *ranges;
   int64_t count, room;
 } Written;
 
 struct K3ModelWriter {
   char path[PATH_MAX], partial[PATH_MAX];
+  K3Config config;
   int overwrite;
   int exists; /* the .partial file is ours */
   hid_t file, layers;
-  hid_t dataset; /* of tensor written[count-1], -1: none */
+  int descriptor; /* under `file` */
   Written *written;
   int64_t count, room;
+  K3ModelJournal *journal; /* NULL: not restartable */
+  int keep;                /* an unfinished file is kept for the next run */
+  uint64_t digest;
+  pthread_mutex_t lock;    /* of the ranges and the journal */
 };
 
 /* ---------------------------------------------------------------- attributes */
@@ -163,18 +185,19 @@ done:
   return status;
 }
 
-K3Status k3_model_writer_create(const char *path, const K3Config *config, const char *provenance, int overwrite,
-                                K3ModelWriter **result)
+/* A writer for `path` that has no file yet. */
+static K3Status new_writer(const char *path, const K3Config *config, int overwrite, K3ModelWriter **result)
 {
   K3Status status = K3_OK;
-  int64_t version = 1;
   struct stat found;
   *result = NULL;
   k3_hdf5_silence();
   K3ModelWriter *writer = calloc(1, sizeof *writer);
   if (!writer) K3_FAIL(K3_ERR_INPUT, "%s: no memory", path);
-  writer->file = writer->layers = writer->dataset = -1;
+  writer->file = writer->layers = writer->descriptor = -1;
+  writer->config = *config;
   writer->overwrite = overwrite;
+  pthread_mutex_init(&writer->lock, NULL);
   int length = snprintf(writer->path, sizeof writer->path, "%s", path);
   if (length < 1 ||
       (size_t)snprintf(writer->partial, sizeof writer->partial, "%s.partial", path) >= sizeof writer->partial)
@@ -184,18 +207,41 @@ K3Status k3_model_writer_create(const char *path, const K3Config *config, const 
       K3_FAIL_DONE(K3_ERR_INPUT, "%s: exists and is no plain file; choose another output", path);
     if (!overwrite) K3_FAIL_DONE(K3_ERR_INPUT, "%s: exists already; choose another output or give --overwrite", path);
   }
-  K3_TRY_DONE(remove_leftover(writer->partial));
-  K3_TRY_DONE(create_partial(writer));
-  K3_TRY_DONE(write_text(writer, writer->file, "format", "k3decode-model"));
-  K3_TRY_DONE(write_scalar(writer, writer->file, "format_version", H5T_STD_I64LE, H5T_NATIVE_INT64, &version));
-  K3_TRY_DONE(write_text(writer, writer->file, "architecture", "kimi-k3"));
-  K3_TRY_DONE(write_text(writer, writer->file, "provenance", provenance));
-  K3_TRY_DONE(write_config(writer, config));
-  writer->layers = H5Gcreate2(writer->file, "layers", H5P_DEFAULT, H5P_DEFAULT, H5P_DEFAULT);
-  if (writer->layers < 0) K3_FAIL_DONE(K3_ERR_INPUT, "%s: cannot create /layers: %s", writer->partial, K3_HDF5_REASON);
   *result = writer;
 done:
   if (status != K3_OK) k3_model_writer_close(writer);
+  return status;
+}
+
+/* The file itself, with root attributes, /config and /layers; a leftover is replaced. */
+static K3Status create_file(K3ModelWriter *writer, const char *provenance)
+{
+  int64_t version = 1;
+  K3_TRY(remove_leftover(writer->partial));
+  K3_TRY(k3_model_journal_remove(writer->partial));
+  K3_TRY(create_partial(writer));
+  K3_TRY(write_text(writer, writer->file, "format", "k3decode-model"));
+  K3_TRY(write_scalar(writer, writer->file, "format_version", H5T_STD_I64LE, H5T_NATIVE_INT64, &version));
+  K3_TRY(write_text(writer, writer->file, "architecture", "kimi-k3"));
+  K3_TRY(write_text(writer, writer->file, "provenance", provenance));
+  K3_TRY(write_text(writer, writer->file, K3_CONTENT_DIGEST, "0000000000000000")); /* its place; the end fills it */
+  K3_TRY(write_config(writer, &writer->config));
+  writer->layers = H5Gcreate2(writer->file, "layers", H5P_DEFAULT, H5P_DEFAULT, H5P_DEFAULT);
+  if (writer->layers < 0) K3_FAIL(K3_ERR_INPUT, "%s: cannot create /layers: %s", writer->partial, K3_HDF5_REASON);
+  writer->descriptor = descriptor_of(writer->file);
+  if (writer->descriptor < 0) K3_FAIL(K3_ERR_INPUT, "%s: no file descriptor: %s", writer->partial, K3_HDF5_REASON);
+  return K3_OK;
+}
+
+K3Status k3_model_writer_create(const char *path, const K3Config *config, const char *provenance, int overwrite,
+                                K3ModelWriter **result)
+{
+  K3ModelWriter *writer = NULL;
+  *result = NULL;
+  K3_TRY(new_writer(path, config, overwrite, &writer));
+  K3Status status = create_file(writer, provenance);
+  if (status != K3_OK) k3_model_writer_close(writer);
+  else *result = writer;
   return status;
 }
 
@@ -217,11 +263,15 @@ static hid_t stored_type(K3Type type)
   return type == K3_TYPE_F32 ? H5T_IEEE_F32LE : k3_format_is_quantised(type) ? H5T_STD_U8LE : H5T_STD_U16LE;
 }
 
-static K3Status add_written(K3ModelWriter *writer, const K3TensorSpec *spec)
+static Written *find_written(const K3ModelWriter *writer, const K3TensorSpec *spec)
 {
-  for (int64_t i = 0; i < writer->count; i++)
-    if (strcmp(writer->written[i].path, spec->path) == 0)
-      K3_FAIL(K3_ERR_INPUT, "%s: dataset %s is created twice", writer->partial, spec->path);
+  for (int64_t i = writer->count - 1; i >= 0; i--) /* writers mostly look for the last one */
+    if (strcmp(writer->written[i].path, spec->path) == 0) return &writer->written[i];
+  return NULL;
+}
+
+static K3Status add_written(K3ModelWriter *writer, const K3TensorSpec *spec, K3Type type, hid_t dataset)
+{
   if (writer->count == writer->room) {
     int64_t room = writer->room ? 2 * writer->room : 256;
     Written *larger = realloc(writer->written, (size_t)room * sizeof *larger);
@@ -229,26 +279,24 @@ static K3Status add_written(K3ModelWriter *writer, const K3TensorSpec *spec)
     writer->written = larger;
     writer->room = room;
   }
+  haddr_t offset = H5Dget_offset(dataset);
+  if (offset == HADDR_UNDEF)
+    K3_FAIL(K3_ERR_INPUT, "%s: dataset %s: has no place in the file: %s", writer->partial, spec->path, K3_HDF5_REASON);
   Written *entry = &writer->written[writer->count++];
   memset(entry, 0, sizeof *entry);
   memcpy(entry->path, spec->path, sizeof entry->path);
+  entry->type = type;
   entry->rows = matrix_rows(spec);
-  return K3_OK;
-}
-
-static K3Status close_dataset(K3ModelWriter *writer)
-{
-  hid_t dataset = writer->dataset;
-  writer->dataset = -1;
-  if (dataset >= 0 && H5Dclose(dataset) < 0)
-    K3_FAIL(K3_ERR_INPUT, "%s: cannot close a dataset: %s", writer->partial, K3_HDF5_REASON);
+  entry->row_bytes = row_bytes(spec, type);
+  entry->offset = (int64_t)offset;
   return K3_OK;
 }
 
 K3Status k3_model_writer_tensor(K3ModelWriter *writer, const K3TensorSpec *spec, K3Type type)
 {
   K3Status status = K3_OK;
-  hid_t space = -1, creation = -1, links = -1, shape_space = -1;
+  hid_t space = -1, creation = -1, links = -1, shape_space = -1, dataset = -1;
+  const uint32_t no_crc = 0;
   hsize_t dims[3] = {(hsize_t)spec->shape[0], (hsize_t)spec->shape[1], (hsize_t)spec->shape[2]};
   hsize_t rank = (hsize_t)spec->rank;
   int64_t last = spec->shape[spec->rank - 1];
@@ -259,29 +307,32 @@ K3Status k3_model_writer_tensor(K3ModelWriter *writer, const K3TensorSpec *spec,
               (long long)k3_format(type)->block_values);
     dims[spec->rank - 1] = (hsize_t)k3_format_bytes(type, last);
   }
-  K3_TRY(close_dataset(writer));
-  K3_TRY(add_written(writer, spec));
+  if (find_written(writer, spec)) K3_FAIL(K3_ERR_INPUT, "%s: dataset %s is created twice", writer->partial, spec->path);
 
   space = H5Screate_simple(spec->rank, dims, NULL);
   creation = H5Pcreate(H5P_DATASET_CREATE);
   links = H5Pcreate(H5P_LINK_CREATE);
   if (space < 0 || creation < 0 || links < 0 || H5Pset_layout(creation, H5D_CONTIGUOUS) < 0 ||
-      H5Pset_alloc_time(creation, H5D_ALLOC_TIME_LATE) < 0 || H5Pset_fill_time(creation, H5D_FILL_TIME_NEVER) < 0 ||
+      H5Pset_alloc_time(creation, H5D_ALLOC_TIME_EARLY) < 0 || H5Pset_fill_time(creation, H5D_FILL_TIME_NEVER) < 0 ||
       H5Pset_create_intermediate_group(links, 1) < 0)
     K3_FAIL_DONE(K3_ERR_INPUT, "%s: dataset %s: cannot create: %s", writer->partial, spec->path, K3_HDF5_REASON);
-  writer->dataset = H5Dcreate2(writer->file, spec->path, stored_type(type), space, links, creation, H5P_DEFAULT);
-  if (writer->dataset < 0)
+  dataset = H5Dcreate2(writer->file, spec->path, stored_type(type), space, links, creation, H5P_DEFAULT);
+  if (dataset < 0)
     K3_FAIL_DONE(K3_ERR_INPUT, "%s: dataset %s: cannot create: %s", writer->partial, spec->path, K3_HDF5_REASON);
-  K3_TRY_DONE(write_text(writer, writer->dataset, "units", "1"));
-  if (type != K3_TYPE_F32) K3_TRY_DONE(write_text(writer, writer->dataset, "type", k3_format(type)->name));
+  K3_TRY_DONE(write_text(writer, dataset, "units", "1"));
+  if (type != K3_TYPE_F32) K3_TRY_DONE(write_text(writer, dataset, "type", k3_format(type)->name));
   if (k3_format_is_quantised(type)) {
     shape_space = H5Screate_simple(1, &rank, NULL);
     if (shape_space < 0)
       K3_FAIL_DONE(K3_ERR_INPUT, "%s: dataset %s: cannot create: %s", writer->partial, spec->path, K3_HDF5_REASON);
-    K3_TRY_DONE(
-        write_attribute(writer, writer->dataset, "shape", H5T_STD_I64LE, H5T_NATIVE_INT64, shape_space, spec->shape));
+    K3_TRY_DONE(write_attribute(writer, dataset, "shape", H5T_STD_I64LE, H5T_NATIVE_INT64, shape_space, spec->shape));
   }
+  K3_TRY_DONE(write_scalar(writer, dataset, K3_TENSOR_CRC, H5T_STD_U32LE, H5T_NATIVE_UINT32, &no_crc));
+  K3_TRY_DONE(add_written(writer, spec, type, dataset));
 done:
+  if (dataset >= 0 && H5Dclose(dataset) < 0 && status == K3_OK)
+    status = k3_status_fail(K3_ERR_INPUT, __FILE__, __LINE__, "%s: dataset %s: cannot close: %s", writer->partial,
+                            spec->path, K3_HDF5_REASON);
   if (shape_space >= 0) H5Sclose(shape_space);
   if (links >= 0) H5Pclose(links);
   if (creation >= 0) H5Pclose(creation);
@@ -290,91 +341,89 @@ done:
 }
 
 /* Adds rows [begin, end) to what was written; overlap is an error of the caller. */
-static K3Status note_rows(K3ModelWriter *writer, Written *entry, int64_t begin, int64_t end)
+static K3Status note_rows(K3ModelWriter *writer, Written *entry, int64_t begin, int64_t end, uint32_t crc)
 {
   int64_t at = 0;
-  while (at < entry->count && entry->ranges[at][1] < begin) at++;
-  if (begin < 0 || end > entry->rows ||
-      (at < entry->count && entry->ranges[at][0] < end && entry->ranges[at][1] > begin) ||
-      (at + 1 < entry->count && entry->ranges[at + 1][0] < end))
+  while (at < entry->count && entry->ranges[at].end < begin) at++;
+  Range *range = &entry->ranges[at];
+  if (begin < 0 || end > entry->rows || (at < entry->count && range->begin < end && range->end > begin) ||
+      (at + 1 < entry->count && range[1].begin < end))
     K3_FAIL(K3_ERR_INPUT, "%s: dataset %s: rows %lld to %lld of %lld are written twice or do not exist",
             writer->partial, entry->path, (long long)begin, (long long)end, (long long)entry->rows);
-  if (at < entry->count && entry->ranges[at][1] == begin) { /* extends one, and may meet the next */
-    entry->ranges[at][1] = end;
-    if (at + 1 < entry->count && entry->ranges[at + 1][0] == end) {
-      entry->ranges[at][1] = entry->ranges[at + 1][1];
-      memmove(&entry->ranges[at + 1], &entry->ranges[at + 2], (size_t)(entry->count - at - 2) * sizeof *entry->ranges);
+  if (at < entry->count && range->end == begin) { /* extends one, and may meet the next */
+    range->crc = k3_content_join(range->crc, crc, (end - begin) * entry->row_bytes);
+    range->end = end;
+    if (at + 1 < entry->count && range[1].begin == end) {
+      range->crc = k3_content_join(range->crc, range[1].crc, (range[1].end - range[1].begin) * entry->row_bytes);
+      range->end = range[1].end;
+      memmove(&range[1], &range[2], (size_t)(entry->count - at - 2) * sizeof *range);
       entry->count--;
     }
     return K3_OK;
   }
-  if (at < entry->count && entry->ranges[at][0] == end) {
-    entry->ranges[at][0] = begin;
+  if (at < entry->count && range->begin == end) {
+    range->crc = k3_content_join(crc, range->crc, (range->end - range->begin) * entry->row_bytes);
+    range->begin = begin;
     return K3_OK;
   }
   if (entry->count == entry->room) {
     int64_t room = entry->room ? 2 * entry->room : 4;
-    int64_t(*larger)[2] = realloc(entry->ranges, (size_t)room * sizeof *larger);
+    Range *larger = realloc(entry->ranges, (size_t)room * sizeof *larger);
     if (!larger) K3_FAIL(K3_ERR_INPUT, "%s: no memory", writer->partial);
     entry->ranges = larger;
     entry->room = room;
   }
   memmove(&entry->ranges[at + 1], &entry->ranges[at], (size_t)(entry->count - at) * sizeof *entry->ranges);
-  entry->ranges[at][0] = begin;
-  entry->ranges[at][1] = end;
+  entry->ranges[at] = (Range){begin, end, crc};
   entry->count++;
   return K3_OK;
 }
 
-/* One H5Dwrite of `bytes` at byte `offset` of the dataset, both whole rows: as a box where the last axis is whole.
- * A 3-axis tensor is written one slice of axis 0 at a time. */
-static K3Status write_box(K3ModelWriter *writer, const K3TensorSpec *spec, K3Type type, int64_t row, int64_t count,
-                          const void *data)
+static int is_whole(const Written *entry)
 {
-  K3Status status = K3_OK;
-  hid_t memory = -1, file = H5Dget_space(writer->dataset);
-  hid_t given = type == K3_TYPE_F32 ? H5T_NATIVE_FLOAT : k3_format_is_quantised(type) ? H5T_NATIVE_UINT8 : H5T_NATIVE_UINT16;
-  int64_t last = spec->shape[spec->rank - 1];
-  if (k3_format_is_quantised(type)) last = k3_format_bytes(type, last);
-  hsize_t begin[3] = {(hsize_t)row, 0, 0}, box[3] = {(hsize_t)count, (hsize_t)last, 1};
-  if (spec->rank == 3) {
-    begin[0] = (hsize_t)(row / spec->shape[1]);
-    begin[1] = (hsize_t)(row % spec->shape[1]);
-    box[0] = 1;
-    box[1] = (hsize_t)count;
-    box[2] = (hsize_t)last;
+  return entry->count == 1 && entry->ranges[0].begin == 0 && entry->ranges[0].end == entry->rows;
+}
+
+static K3Status write_bytes(const K3ModelWriter *writer, const Written *entry, int64_t row, int64_t count,
+                            const void *data)
+{
+  const char *from = data;
+  int64_t left = count * entry->row_bytes, at = entry->offset + row * entry->row_bytes;
+  while (left > 0) {
+    ssize_t put = pwrite(writer->descriptor, from, (size_t)(left < MAX_CALL ? left : MAX_CALL), (off_t)at);
+    if (put < 0 && errno == EINTR) continue;
+    if (put <= 0)
+      K3_FAIL(K3_ERR_INPUT, "%s: dataset %s: cannot write rows %lld to %lld: %s", writer->partial, entry->path,
+              (long long)row, (long long)(row + count), K3_ERRNO_REASON(put < 0 ? errno : EIO));
+    from += put;
+    at += put;
+    left -= put;
   }
-  memory = H5Screate_simple(spec->rank, box, NULL);
-  if (file < 0 || memory < 0 || H5Sselect_hyperslab(file, H5S_SELECT_SET, begin, NULL, box, NULL) < 0 ||
-      H5Dwrite(writer->dataset, given, memory, file, H5P_DEFAULT, data) < 0)
-    status = k3_status_fail(K3_ERR_INPUT, __FILE__, __LINE__, "%s: dataset %s: cannot write rows %lld to %lld: %s",
-                            writer->partial, spec->path, (long long)row, (long long)(row + count), K3_HDF5_REASON);
-  if (memory >= 0) H5Sclose(memory);
-  if (file >= 0) H5Sclose(file);
-  return status;
+  return K3_OK;
 }
 
 K3Status k3_model_writer_rows(K3ModelWriter *writer, const K3TensorSpec *spec, K3Type type, int64_t row, int64_t count,
                               const void *data)
 {
   if (count == 0) return K3_OK;
-  Written *entry = writer->count ? &writer->written[writer->count - 1] : NULL;
-  if (writer->dataset < 0 || !entry || strcmp(entry->path, spec->path) != 0)
-    K3_FAIL(K3_ERR_INPUT, "%s: dataset %s is not the one created last", writer->partial, spec->path);
-  K3_TRY(note_rows(writer, entry, row, row + count));
-  int64_t bytes = row_bytes(spec, type), most = MAX_PIECE / bytes > 0 ? MAX_PIECE / bytes : 1;
-  const char *from = data;
-  while (count > 0) {
-    int64_t piece = count < most ? count : most;
-    if (spec->rank == 3) { /* not across a slice of axis 0 */
-      int64_t left = spec->shape[1] - row % spec->shape[1];
-      if (piece > left) piece = left;
-    }
-    K3_TRY(write_box(writer, spec, type, row, piece, from));
-    from += piece * bytes;
-    row += piece;
-    count -= piece;
-  }
+  Written *entry = find_written(writer, spec);
+  if (!entry || entry->type != type)
+    K3_FAIL(K3_ERR_INPUT, "%s: dataset %s was not created, or in another type", writer->partial, spec->path);
+  if (row < 0 || row > entry->rows - count)
+    K3_FAIL(K3_ERR_INPUT, "%s: dataset %s: rows %lld to %lld of %lld are written twice or do not exist",
+            writer->partial, entry->path, (long long)row, (long long)(row + count), (long long)entry->rows);
+  uint32_t crc = k3_content_crc(0, data, count * entry->row_bytes);
+  K3_TRY(write_bytes(writer, entry, row, count, data));
+  pthread_mutex_lock(&writer->lock);
+  K3Status status = note_rows(writer, entry, row, row + count, crc);
+  pthread_mutex_unlock(&writer->lock);
+  return status;
+}
+
+static K3Status flush(K3ModelWriter *writer)
+{
+  if (H5Fflush(writer->file, H5F_SCOPE_GLOBAL) < 0)
+    K3_FAIL(K3_ERR_INPUT, "%s: cannot flush: %s", writer->partial, K3_HDF5_REASON);
   return K3_OK;
 }
 
@@ -386,6 +435,9 @@ K3Status k3_model_writer_codebook(K3ModelWriter *writer, const char *name, const
   hid_t space = -1, links = -1, dataset = -1;
   if ((size_t)snprintf(path, sizeof path, "/codebooks/%s", name) >= sizeof path)
     K3_FAIL(K3_ERR_INPUT, "%s: codebook name \"%s\" is too long", writer->partial, name);
+  if (writer->journal && H5Lexists(writer->file, "codebooks", H5P_DEFAULT) > 0 &&
+      H5Lexists(writer->file, path, H5P_DEFAULT) > 0)
+    return K3_OK; /* of the run that is gone on with */
   space = H5Screate_simple(1, &size, NULL);
   links = H5Pcreate(H5P_LINK_CREATE);
   if (space >= 0 && links >= 0 && H5Pset_create_intermediate_group(links, 1) >= 0)
@@ -397,28 +449,137 @@ done:
   if (dataset >= 0) H5Dclose(dataset);
   if (links >= 0) H5Pclose(links);
   if (space >= 0) H5Sclose(space);
+  return status == K3_OK && writer->journal ? flush(writer) : status;
+}
+
+/* ---------------------------------------------------------------- all tensors at once, and going on */
+
+/* A tensor of a file that was left: its place, when it is the one that is wanted. */
+static K3Status find_again(K3ModelWriter *writer, const K3TensorSpec *spec, K3Type type)
+{
+  hid_t dataset = H5Dopen2(writer->file, spec->path, H5P_DEFAULT);
+  if (dataset < 0) K3_FAIL(K3_ERR_INPUT, "%s: dataset %s: cannot be opened", writer->partial, spec->path);
+  K3Status status = add_written(writer, spec, type, dataset);
+  if (status == K3_OK && (int64_t)H5Dget_storage_size(dataset) != matrix_rows(spec) * row_bytes(spec, type))
+    status = k3_status_fail(K3_ERR_INPUT, __FILE__, __LINE__, "%s: dataset %s: of another size", writer->partial,
+                            spec->path);
+  H5Dclose(dataset);
+  return status;
+}
+
+/* Opens what another run left, with its journal. Any failure means that there is nothing to go on with. */
+static K3Status open_leftover(K3ModelWriter *writer, const K3TensorTable *table, const K3Type *types,
+                              uint64_t identity)
+{
+  K3Status status = K3_OK;
+  hid_t access = -1;
+  access = H5Pcreate(H5P_FILE_ACCESS);
+  if (access < 0 || H5Pset_file_locking(access, 1, 1) < 0) K3_FAIL_DONE(K3_ERR_INPUT, "no access list");
+  writer->file = H5Fopen(writer->partial, H5F_ACC_RDWR, access);
+  if (writer->file < 0) K3_FAIL_DONE(K3_ERR_INPUT, "%s: cannot be opened", writer->partial);
+  writer->descriptor = descriptor_of(writer->file);
+  if (writer->descriptor < 0 || (flock(writer->descriptor, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK))
+    K3_FAIL_DONE(K3_ERR_INPUT, "%s: is being written", writer->partial);
+  K3_TRY_DONE(k3_model_journal_open(writer->partial, identity, &writer->journal));
+  if (!writer->journal) K3_FAIL_DONE(K3_ERR_INPUT, "%s: other work", writer->partial);
+  for (int64_t i = 0; i < table->count; i++) K3_TRY_DONE(find_again(writer, &table->specs[i], types[i]));
+  writer->exists = 1;
+done:
+  if (access >= 0) H5Pclose(access);
+  if (status == K3_OK) return K3_OK;
+  if (writer->file >= 0) H5Fclose(writer->file);
+  k3_model_journal_close(writer->journal);
+  writer->journal = NULL;
+  writer->file = writer->descriptor = -1;
+  writer->count = 0;
+  return status;
+}
+
+K3Status k3_model_writer_create_all(const char *path, const K3Config *config, const K3TensorTable *table,
+                                    const K3Type *types, uint64_t identity, const char *provenance, int overwrite,
+                                    K3ModelWriter **result)
+{
+  K3Status status = K3_OK;
+  K3ModelWriter *writer = NULL;
+  *result = NULL;
+  K3_TRY(new_writer(path, config, overwrite, &writer));
+  if (open_leftover(writer, table, types, identity) == K3_OK) {
+    *result = writer;
+    return K3_OK;
+  }
+  k3_status_clear(); /* nothing to go on with is no failure */
+  K3_TRY_DONE(create_file(writer, provenance));
+  for (int64_t i = 0; i < table->count; i++)
+    K3_TRY_DONE(k3_model_writer_tensor(writer, &table->specs[i], types[i]));
+  K3_TRY_DONE(flush(writer));
+  K3_TRY_DONE(k3_model_journal_create(writer->partial, identity, &writer->journal));
+  *result = writer;
+done:
+  if (status != K3_OK) k3_model_writer_close(writer);
+  return status;
+}
+
+K3Status k3_model_writer_restore(K3ModelWriter *writer, const K3TensorSpec *spec, int *whole)
+{
+  K3Status status = K3_OK;
+  uint32_t wanted = 0, crc = 0;
+  Written *entry = find_written(writer, spec);
+  *whole = 0;
+  if (!entry || !writer->journal || !k3_model_journal_find(writer->journal, spec->path, &wanted)) return K3_OK;
+  char *piece = malloc(VERIFY_PIECE);
+  if (!piece) K3_FAIL(K3_ERR_INPUT, "%s: no memory to look at dataset %s", writer->partial, spec->path);
+  int64_t all = entry->rows * entry->row_bytes;
+  for (int64_t at = 0; at < all;) {
+    ssize_t got = pread(writer->descriptor, piece, (size_t)(all - at < VERIFY_PIECE ? all - at : VERIFY_PIECE),
+                        (off_t)(entry->offset + at));
+    if (got < 0 && errno == EINTR) continue;
+    if (got <= 0) goto done; /* shorter than the journal says: written again */
+    crc = k3_content_crc(crc, piece, got);
+    at += got;
+  }
+  if (crc != wanted) goto done;
+  pthread_mutex_lock(&writer->lock);
+  status = note_rows(writer, entry, 0, entry->rows, crc);
+  pthread_mutex_unlock(&writer->lock);
+  *whole = status == K3_OK;
+done:
+  free(piece);
+  return status;
+}
+
+K3Status k3_model_writer_done(K3ModelWriter *writer, const K3TensorSpec *spec)
+{
+  const Written *entry = find_written(writer, spec);
+  if (!writer->journal || !entry || !is_whole(entry))
+    K3_FAIL(K3_ERR_INPUT, "%s: dataset %s is not whole", writer->partial, spec->path);
+  pthread_mutex_lock(&writer->lock);
+  K3Status status = k3_model_journal_add(writer->journal, spec->path, entry->ranges[0].crc);
+  pthread_mutex_unlock(&writer->lock);
   return status;
 }
 
 /* ---------------------------------------------------------------- the end */
 
-static K3Status check_whole(const K3ModelWriter *writer, const K3TensorTable *table)
+/* Every tensor of the table was written whole: stores its CRC, and the digest over all of them. */
+static K3Status write_digests(K3ModelWriter *writer, const K3TensorTable *table)
 {
+  writer->digest = k3_content_begin(&writer->config);
   for (int64_t i = 0; i < table->count; i++) {
-    const char *path = table->specs[i].path;
-    const Written *entry = NULL;
-    /* Writers mostly follow the table's order. */
-    if (i < writer->count && strcmp(writer->written[i].path, path) == 0) entry = &writer->written[i];
-    for (int64_t j = 0; j < writer->count && !entry; j++)
-      if (strcmp(writer->written[j].path, path) == 0) entry = &writer->written[j];
-    if (!entry) K3_FAIL(K3_ERR_INPUT, "%s: dataset %s was never created", writer->partial, path);
-    int64_t rows = 0;
-    for (int64_t j = 0; j < entry->count; j++) rows += entry->ranges[j][1] - entry->ranges[j][0];
-    if (rows != entry->rows)
-      K3_FAIL(K3_ERR_INPUT, "%s: dataset %s: %lld of %lld rows were written", writer->partial, path, (long long)rows,
-              (long long)entry->rows);
+    const K3TensorSpec *spec = &table->specs[i];
+    const Written *entry = i < writer->count && strcmp(writer->written[i].path, spec->path) == 0
+                               ? &writer->written[i] /* writers mostly follow the table's order */
+                               : find_written(writer, spec);
+    if (!entry) K3_FAIL(K3_ERR_INPUT, "%s: dataset %s was never created", writer->partial, spec->path);
+    if (!is_whole(entry)) {
+      int64_t rows = 0;
+      for (int64_t j = 0; j < entry->count; j++) rows += entry->ranges[j].end - entry->ranges[j].begin;
+      K3_FAIL(K3_ERR_INPUT, "%s: dataset %s: %lld of %lld rows were written", writer->partial, spec->path,
+              (long long)rows, (long long)entry->rows);
+    }
+    K3_TRY(k3_content_put_crc(writer->partial, writer->file, spec->path, entry->ranges[0].crc));
+    writer->digest = k3_content_add(writer->digest, spec, entry->type, entry->ranges[0].crc);
   }
-  return K3_OK;
+  return k3_content_put_digest(writer->partial, writer->file, writer->digest);
 }
 
 static K3Status sync_path(const char *path, int flags)
@@ -458,16 +619,20 @@ static K3Status rename_into_place(K3ModelWriter *writer)
 
 K3Status k3_model_writer_finish(K3ModelWriter *writer, const K3TensorTable *table)
 {
-  K3_TRY(close_dataset(writer));
-  K3_TRY(check_whole(writer, table));
-  if (H5Gclose(writer->layers) < 0 || H5Fflush(writer->file, H5F_SCOPE_GLOBAL) < 0)
+  K3_TRY(write_digests(writer, table));
+  if ((writer->layers >= 0 && H5Gclose(writer->layers) < 0) || H5Fflush(writer->file, H5F_SCOPE_GLOBAL) < 0)
     K3_FAIL(K3_ERR_INPUT, "%s: cannot flush: %s", writer->partial, K3_HDF5_REASON);
   writer->layers = -1;
   if (H5Fclose(writer->file) < 0) K3_FAIL(K3_ERR_INPUT, "%s: cannot close: %s", writer->partial, K3_HDF5_REASON);
   writer->file = -1;
   K3_TRY(sync_path(writer->partial, 0));
-  return rename_into_place(writer);
+  K3_TRY(rename_into_place(writer));
+  return writer->journal ? k3_model_journal_remove(writer->partial) : K3_OK;
 }
+
+uint64_t k3_model_writer_digest(const K3ModelWriter *writer) { return writer->digest; }
+
+void k3_model_writer_keep(K3ModelWriter *writer) { writer->keep = writer->journal != NULL; }
 
 /* The library cannot close a file whose last flush fails, and complains again when the process ends. An
  * unfinished file is thrown away, so its last writes may go to memory instead of a full disk. */
@@ -482,12 +647,15 @@ static void discard_writes(hid_t file)
 void k3_model_writer_close(K3ModelWriter *writer)
 {
   if (!writer) return;
-  if (writer->exists) unlink(writer->partial);
-  if (writer->exists && writer->file >= 0) discard_writes(writer->file);
-  if (writer->dataset >= 0) H5Dclose(writer->dataset);
+  int discard = writer->exists && !writer->keep;
+  if (discard) unlink(writer->partial);
+  if (discard && writer->journal) k3_model_journal_remove(writer->partial);
+  if (discard && writer->file >= 0) discard_writes(writer->file);
   if (writer->layers >= 0) H5Gclose(writer->layers);
   if (writer->file >= 0) H5Fclose(writer->file);
   for (int64_t i = 0; i < writer->count; i++) free(writer->written[i].ranges);
   free(writer->written);
+  k3_model_journal_close(writer->journal);
+  pthread_mutex_destroy(&writer->lock);
   free(writer);
 }
