@@ -17,6 +17,7 @@
 #include "commands/progress.h"
 #include "commands/session.h"
 #include "commands/stop_signals.h"
+#include "import/gguf_import.h"
 #include "import/hf_import.h"
 
 static const char usage[] =
@@ -114,10 +115,16 @@ static void report(const Arguments *arguments, const K3ImportResult *result)
 
 static K3Status import_by_kind(const Arguments *arguments, const K3ImportOptions *options, K3ImportResult *result)
 {
+  if (k3_gguf_is_one(arguments->checkpoint)) {
+    if (arguments->conversion)
+      K3_FAIL(K3_ERR_USAGE, "import: %s is for safetensors: the tensors of a GGUF file keep their types",
+              arguments->conversion);
+    return k3_gguf_import(arguments->checkpoint, arguments->output, options, result);
+  }
 #ifdef HAVE_JSON_C
   return k3_hf_import(arguments->checkpoint, arguments->output, arguments->trunk, arguments->experts, options, result);
 #else
-  K3_FAIL(K3_ERR_INPUT, "import: this build cannot read JSON, so no safetensors checkpoints: install "
+  K3_FAIL(K3_ERR_INPUT, "import: this build cannot read JSON, so no safetensors checkpoints (GGUF files it can): install "
                         "libjson-c-dev, then run configure and make again");
 #endif
 }
