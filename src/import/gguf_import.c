@@ -19,6 +19,7 @@
 #include "import/gguf_names.h"
 #include "import/mapped_file.h"
 #include "import/quantise.h"
+#include "plan/codebook.h"
 #include "plan/config.h"
 #include "store/digest.h"
 
@@ -30,6 +31,7 @@ typedef struct {
   K3Type *types;         /* [table.count] of the model file */
   int64_t *source_bytes; /* [table.count] */
   K3Gguf *gguf;
+  uint32_t *books[K3_CODEBOOK_COUNT]; /* packed, of the types that are decoded here; NULL: not needed */
 } Import;
 
 /* The published tensors that one of ours is made of. */
@@ -139,6 +141,19 @@ static K3Status find_origin(const Import *import, const K3TensorSpec *spec, Orig
   return check_shape(import, spec, &origin->parts[0], spec->rank, spec->shape);
 }
 
+/* The codebook that decoding `type` needs. */
+static K3Status load_book(Import *import, K3Type type)
+{
+  int id = k3_codebook_of(type);
+  int8_t grid[K3_CODEBOOK_MOST_BYTES];
+  if (id < 0 || import->books[id]) return K3_OK;
+  const K3Codebook *book = k3_codebook((K3CodebookId)id);
+  import->books[id] = malloc((size_t)k3_codebook_words(book) * sizeof **import->books);
+  if (!import->books[id]) K3_FAIL(K3_ERR_INPUT, "no memory for codebook %s", book->name);
+  k3_codebook_fill(book, grid);
+  return k3_codebook_pack(book, book->name, grid, k3_codebook_bytes(book), import->books[id]);
+}
+
 static K3Type choose_type(const K3TensorSpec *spec, const Origin *origin)
 {
   if (!spec->is_matrix) return K3_TYPE_F32;
@@ -161,6 +176,7 @@ static K3Status check_all(Import *import)
       k3_gguf_find(import->gguf, origin.parts[p].name)->used = 1;
       import->source_bytes[i] += origin.parts[p].bytes;
       import->result->published++;
+      if (origin.count > 1) K3_TRY(load_book(import, origin.types[p])); /* joined ones are decoded */
     }
   }
   for (int64_t i = 0; i < import->gguf->count; i++)
@@ -271,6 +287,7 @@ static K3Status decode_rows(const Import *import, const K3GgufTensor *tensor, K3
   }
   K3HostMatrix matrix = {.type = type, .experts = 1, .rows = count, .cols = columns, .data = values};
   matrix.row_bytes = k3_format_bytes(type, columns);
+  if (k3_codebook_of(type) >= 0) matrix.book = import->books[k3_codebook_of(type)];
   for (int64_t row = 0; row < count; row++) k3_host_decode_row(&matrix, 0, row, out + row * columns);
   int64_t bad = k3_import_find_not_finite(K3_TYPE_F32, (const uint8_t *)out, count * columns);
   if (bad >= 0)
@@ -362,5 +379,6 @@ done:
   free(import.source_bytes);
   k3_tensors_free(&import.table);
   k3_gguf_close(import.gguf);
+  for (int id = 0; id < K3_CODEBOOK_COUNT; id++) free(import.books[id]);
   return status;
 }
