@@ -30,13 +30,15 @@ static const char usage[] =
     "\n"
     "  -o, --output FILE      the model file to write (as FILE.partial until it is whole)\n"
     "      --trunk TYPE       of safetensors, matrices outside the experts: bf16 (default: BF16 and F32 as published,\n"
-    "                         F16 widened to f32), q8_0 (where a row is a whole number of blocks of 32), f32 (widened)\n"
+    "                         F16 widened to f32), q8_0 (where a row is a whole number of blocks of 32), f32 "
+    "(widened)\n"
     "      --experts TYPE     of safetensors: keep (default: packed ones become mxfp4 bit for bit, others as\n"
     "                         published), q8_0\n"
     "      --overwrite        replace FILE when it exists\n"
     "  -h, --help             this text\n"
     "\n"
-    "GGUF matrices keep their type and their blocks bit for bit. Norms, convolutions, A_log, biases and residual scores\n"
+    "GGUF matrices keep their type and their blocks bit for bit. Norms, convolutions, A_log, biases and residual "
+    "scores\n"
     "are always stored as f32. Vision tensors are skipped. An import that is stopped by a signal leaves FILE.partial\n"
     "and its journal; the same command then goes on with the tensors that are whole. OMP_NUM_THREADS limits the\n"
     "threads. The last line tells the content digest, which `k3decode info FILE --check` compares with the file.\n";
@@ -124,8 +126,9 @@ static K3Status import_by_kind(const Arguments *arguments, const K3ImportOptions
 #ifdef HAVE_JSON_C
   return k3_hf_import(arguments->checkpoint, arguments->output, arguments->trunk, arguments->experts, options, result);
 #else
-  K3_FAIL(K3_ERR_INPUT, "import: this build cannot read JSON, so no safetensors checkpoints (GGUF files it can): install "
-                        "libjson-c-dev, then run configure and make again");
+  K3_FAIL(K3_ERR_INPUT,
+          "import: this build cannot read JSON, so no safetensors checkpoints (GGUF files it can): install "
+          "libjson-c-dev, then run configure and make again");
 #endif
 }
 

@@ -148,15 +148,16 @@ static K3Status collect_entries(K3Gguf *gguf)
   for (int64_t s = 0; s < gguf->shard_count; s++) all += gguf->shards[s].tensor_count;
   for (int64_t s = 0; s < gguf->shard_count && gguf->shard_count > 1; s++) {
     K3_TRY(read_split(&gguf->shards[s], "split.tensors.count", &wanted));
-    if (wanted < 0)
-      K3_FAIL(K3_ERR_INPUT, "%s: key split.tensors.count is missing from a shard", gguf->shards[s].path);
+    if (wanted < 0) K3_FAIL(K3_ERR_INPUT, "%s: key split.tensors.count is missing from a shard", gguf->shards[s].path);
     if (wanted != all)
-      K3_FAIL(K3_ERR_INPUT, "%s: split.tensors.count = %lld, but the %lld shards hold %lld tensors: shards of two models?",
+      K3_FAIL(K3_ERR_INPUT,
+              "%s: split.tensors.count = %lld, but the %lld shards hold %lld tensors: shards of two models?",
               gguf->shards[s].path, (long long)wanted, (long long)gguf->shard_count, (long long)all);
   }
   if (all == 0) K3_FAIL(K3_ERR_INPUT, "%s: holds no tensors", gguf->path);
   gguf->entries = malloc((size_t)all * sizeof *gguf->entries);
-  if (!gguf->entries) K3_FAIL(K3_ERR_INPUT, "%s: no memory for the list of its %lld tensors", gguf->path, (long long)all);
+  if (!gguf->entries)
+    K3_FAIL(K3_ERR_INPUT, "%s: no memory for the list of its %lld tensors", gguf->path, (long long)all);
   for (int64_t s = 0; s < gguf->shard_count; s++) {
     K3_TRY(k3_gguf_file_entries(&gguf->shards[s], (int)s, gguf->entries + gguf->count));
     gguf->count += gguf->shards[s].tensor_count;

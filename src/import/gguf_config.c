@@ -107,7 +107,8 @@ static K3Status check_architecture(const K3Gguf *gguf)
 {
   K3GgufValue value;
   K3_TRY(find(gguf, "general.architecture", &value));
-  if (value.kind != K3_GGUF_STRING || value.is_array) return fail_kind(gguf, "general.architecture", &value, "a string");
+  if (value.kind != K3_GGUF_STRING || value.is_array)
+    return fail_kind(gguf, "general.architecture", &value, "a string");
   int64_t length = value.bytes - 8;
   if (length != (int64_t)strlen(ARCHITECTURE) || memcmp(value.data + 8, ARCHITECTURE, (size_t)length) != 0)
     K3_FAIL(K3_ERR_INPUT, "%s: general.architecture is \"%.*s\", wanted \"" ARCHITECTURE "\"", path_of(gguf),
@@ -160,7 +161,8 @@ static K3Status check_fixed(const K3Gguf *gguf, const K3Config *config)
     int64_t wanted, also;
     const char *why;
   } fixed[] = {
-      {KEY("expert_gating_func"), 1, GATING_SIGMOID, GATING_SIGMOID, "sigmoid is the only router activation implemented"},
+      {KEY("expert_gating_func"), 1, GATING_SIGMOID, GATING_SIGMOID,
+       "sigmoid is the only router activation implemented"},
       {KEY("expert_group_count"), 0, 0, 1, "experts are chosen without groups"},
       {KEY("expert_group_used_count"), 0, 0, 1, "experts are chosen without groups"},
       {KEY("attention.key_length"), 0, latent_key, latent_key, "kv_lora_rank + rope.dimension_count"},

@@ -9,21 +9,22 @@
 #include "import/mapped_file.h"
 
 enum {
-  MIN_PAIR = 8 + 1 + 4 + 1,              /* bytes of the smallest key-value pair */
-  MIN_INFO = 8 + 1 + 4 + 8 + 4 + 8,      /* and tensor entry */
-  HEADER_BYTES = 24,                     /* magic, version, two counts */
-  MAX_KEY = 1024,                        /* bytes; the format allows 65,535, the longest in use is below 64 */
-  MAX_ALIGNMENT = 1 << 20, DEFAULT_ALIGNMENT = 32
+  MIN_PAIR = 8 + 1 + 4 + 1,         /* bytes of the smallest key-value pair */
+  MIN_INFO = 8 + 1 + 4 + 8 + 4 + 8, /* and tensor entry */
+  HEADER_BYTES = 24,                /* magic, version, two counts */
+  MAX_KEY = 1024,                   /* bytes; the format allows 65,535, the longest in use is below 64 */
+  MAX_ALIGNMENT = 1 << 20,
+  DEFAULT_ALIGNMENT = 32
 };
 
 static const struct {
   const char *name;
   int bytes; /* of a value; 0: not of fixed size */
 } kinds[K3_GGUF_KIND_COUNT] = {
-    [K3_GGUF_UINT8] = {"uint8", 1},   [K3_GGUF_INT8] = {"int8", 1},     [K3_GGUF_UINT16] = {"uint16", 2},
-    [K3_GGUF_INT16] = {"int16", 2},   [K3_GGUF_UINT32] = {"uint32", 4}, [K3_GGUF_INT32] = {"int32", 4},
-    [K3_GGUF_FLOAT32] = {"float32", 4}, [K3_GGUF_BOOL] = {"bool", 1},   [K3_GGUF_STRING] = {"string", 0},
-    [K3_GGUF_ARRAY] = {"array", 0},   [K3_GGUF_UINT64] = {"uint64", 8}, [K3_GGUF_INT64] = {"int64", 8},
+    [K3_GGUF_UINT8] = {"uint8", 1},     [K3_GGUF_INT8] = {"int8", 1},     [K3_GGUF_UINT16] = {"uint16", 2},
+    [K3_GGUF_INT16] = {"int16", 2},     [K3_GGUF_UINT32] = {"uint32", 4}, [K3_GGUF_INT32] = {"int32", 4},
+    [K3_GGUF_FLOAT32] = {"float32", 4}, [K3_GGUF_BOOL] = {"bool", 1},     [K3_GGUF_STRING] = {"string", 0},
+    [K3_GGUF_ARRAY] = {"array", 0},     [K3_GGUF_UINT64] = {"uint64", 8}, [K3_GGUF_INT64] = {"int64", 8},
     [K3_GGUF_FLOAT64] = {"float64", 8},
 };
 
@@ -343,8 +344,7 @@ K3Status k3_gguf_file_open(K3GgufShard *shard)
   K3_TRY(take_u32(&cursor, &version, "the version"));
   if (version && !(version & 0xffffu))
     K3_FAIL(K3_ERR_INPUT, "%s: a big-endian GGUF file: only little-endian ones are read", shard->path);
-  if (version != 2 && version != 3)
-    K3_FAIL(K3_ERR_INPUT, "%s: GGUF version %u, wanted 2 or 3", shard->path, version);
+  if (version != 2 && version != 3) K3_FAIL(K3_ERR_INPUT, "%s: GGUF version %u, wanted 2 or 3", shard->path, version);
   K3_TRY(take_u64(&cursor, &tensors, "the header"));
   K3_TRY(take_u64(&cursor, &pairs, "the header"));
   K3_TRY(read_pairs(shard, &cursor, pairs));

@@ -102,8 +102,8 @@ static K3Status find_part(const Import *import, const K3TensorSpec *spec, const 
   k3_gguf_tensor(import->gguf, entry, tensor);
   int type = k3_format_find(k3_gguf_type_name(tensor->type));
   if (type < 0)
-    K3_FAIL(K3_ERR_INPUT, "%s: tensor %s is of type %s, which is not implemented",
-            k3_gguf_path(import->gguf, tensor), name, k3_gguf_type_name(tensor->type));
+    K3_FAIL(K3_ERR_INPUT, "%s: tensor %s is of type %s, which is not implemented", k3_gguf_path(import->gguf, tensor),
+            name, k3_gguf_type_name(tensor->type));
   if (k3_format_is_quantised((K3Type)type) && !spec->is_matrix)
     K3_FAIL(K3_ERR_INPUT, "%s: tensor %s is of type %s, wanted f32, f16 or bf16: it is no matrix (for %s)",
             k3_gguf_path(import->gguf, tensor), name, k3_gguf_type_name(tensor->type), spec->path);
@@ -260,7 +260,8 @@ static K3Status write_plain(const Import *import, const K3TensorSpec *spec, cons
   int64_t columns = spec->rank == 1 ? 1 : spec->shape[spec->rank - 1], rows = k3_tensor_elements(spec) / columns;
   int64_t row_bytes = k3_format_bytes(stored, columns), step = 0;
   K3_TRY(k3_import_rows(k3_gguf_path(import->gguf, tensor), tensor->name,
-                        row_bytes > k3_format_bytes(type, columns) ? row_bytes : k3_format_bytes(type, columns), &step));
+                        row_bytes > k3_format_bytes(type, columns) ? row_bytes : k3_format_bytes(type, columns),
+                        &step));
   for (int64_t row = 0; row < rows; row += step) {
     int64_t count = rows - row < step ? rows - row : step;
     const uint8_t *values = NULL;
@@ -305,8 +306,8 @@ static K3Status write_kv_b(const Import *import, const K3TensorSpec *spec, const
   int64_t heads = config->num_heads, width = config->kv_lora_rank, nope = config->qk_nope_head_dim;
   int64_t v_rows = config->v_head_dim, rows = nope + v_rows, step = 0;
   int64_t bytes = (origin->parts[0].bytes + origin->parts[1].bytes) / heads;
-  K3_TRY(k3_import_rows(k3_gguf_path(import->gguf, &origin->parts[0]), origin->parts[0].name,
-                        3 * rows * width * 4, &step)); /* a head fits: K, both parts decoded, and the result */
+  K3_TRY(k3_import_rows(k3_gguf_path(import->gguf, &origin->parts[0]), origin->parts[0].name, 3 * rows * width * 4,
+                        &step)); /* a head fits: K, both parts decoded, and the result */
   float *k = worker->values, *joined = k + nope * width;
   for (int64_t head = 0; head < heads; head++) {
     K3_TRY(decode_rows(import, &origin->parts[0], origin->types[0], nope, head * width, width, worker->stored, k));

@@ -312,7 +312,8 @@ static void release_rows(const K3SafeTensor *tensor, int64_t row, int64_t count,
 static K3Status write_matrix(const Import *import, const K3TensorSpec *spec, const Origin *origin, K3Type type,
                              int64_t at, int64_t rows, K3ImportWorker *worker)
 {
-  int64_t columns = matrix_columns(spec), step = 0, bytes = origin->data->bytes + (origin->scale ? origin->scale->bytes : 0);
+  int64_t columns = matrix_columns(spec), step = 0,
+          bytes = origin->data->bytes + (origin->scale ? origin->scale->bytes : 0);
   K3_TRY(k3_import_rows(k3_safetensors_path(import->safe, origin->data), origin->data->name, columns * 4, &step));
   for (int64_t row = 0; row < rows; row += step) {
     int64_t count = rows - row < step ? rows - row : step;

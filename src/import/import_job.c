@@ -53,8 +53,8 @@ K3Status k3_import_rows(const char *path, const char *name, int64_t row_bytes, i
 {
   *rows = K3_IMPORT_PIECE / row_bytes;
   if (*rows < 1)
-    K3_FAIL(K3_ERR_INPUT, "%s: tensor %s has rows of %lld bytes, at most %d are read", path, name,
-            (long long)row_bytes, K3_IMPORT_PIECE);
+    K3_FAIL(K3_ERR_INPUT, "%s: tensor %s has rows of %lld bytes, at most %d are read", path, name, (long long)row_bytes,
+            K3_IMPORT_PIECE);
   return K3_OK;
 }
 

@@ -41,9 +41,9 @@ K3Status k3_content_put_crc(const char *path, hid_t file, const char *dataset, u
   hid_t object = H5Dopen2(file, dataset, H5P_DEFAULT);
   hid_t attribute = object < 0 ? -1 : H5Aopen(object, K3_TENSOR_CRC, H5P_DEFAULT);
   if (attribute < 0 || H5Awrite(attribute, H5T_NATIVE_UINT32, &crc) < 0)
-    status = k3_status_fail(K3_ERR_INPUT, __FILE__, __LINE__,
-                            "%s: dataset %s: cannot write attribute " K3_TENSOR_CRC ": %s", path, dataset,
-                            K3_HDF5_REASON);
+    status =
+        k3_status_fail(K3_ERR_INPUT, __FILE__, __LINE__, "%s: dataset %s: cannot write attribute " K3_TENSOR_CRC ": %s",
+                       path, dataset, K3_HDF5_REASON);
   if (attribute >= 0) H5Aclose(attribute);
   if (object >= 0) H5Dclose(object);
   return status;
@@ -69,8 +69,7 @@ static K3Status read_crc(const char *path, hid_t file, const char *dataset, uint
   int64_t number = 0;
   hid_t object = H5Dopen2(file, dataset, H5P_DEFAULT);
   if (object < 0) K3_FAIL(K3_ERR_INPUT, "%s: dataset %s: cannot be opened: %s", path, dataset, K3_HDF5_REASON);
-  K3Status status =
-      k3_hdf5_read_number(path, object, dataset, K3_TENSOR_CRC, H5T_INTEGER, H5T_NATIVE_INT64, &number);
+  K3Status status = k3_hdf5_read_number(path, object, dataset, K3_TENSOR_CRC, H5T_INTEGER, H5T_NATIVE_INT64, &number);
   H5Dclose(object);
   *crc = (uint32_t)number;
   return status;

@@ -54,7 +54,10 @@ K3Status k3_model_journal_create(const char *partial, uint64_t identity, K3Model
   return status;
 }
 
-static int compare_lines(const void *a, const void *b) { return strcmp(((const Line *)a)->path, ((const Line *)b)->path); }
+static int compare_lines(const void *a, const void *b)
+{
+  return strcmp(((const Line *)a)->path, ((const Line *)b)->path);
+}
 
 /* The lines after the first, up to one that is torn; *end is where that one begins. */
 static K3Status read_lines(K3ModelJournal *journal, FILE *file, long *end)
@@ -62,8 +65,8 @@ static K3Status read_lines(K3ModelJournal *journal, FILE *file, long *end)
   char text[128], newline = 0;
   int64_t room = 0;
   Line line;
-  while (fgets(text, sizeof text, file) &&
-         sscanf(text, "%8" SCNx32 " %47s%c", &line.crc, line.path, &newline) == 3 && newline == '\n') {
+  while (fgets(text, sizeof text, file) && sscanf(text, "%8" SCNx32 " %47s%c", &line.crc, line.path, &newline) == 3 &&
+         newline == '\n') {
     if (journal->count == room) {
       room = room ? 2 * room : 256;
       Line *larger = realloc(journal->lines, (size_t)room * sizeof *larger);
@@ -125,7 +128,8 @@ K3Status k3_model_journal_remove(const char *partial)
   K3_TRY(new_journal(partial, &journal));
   int failed = unlink(journal->name) != 0 && errno != ENOENT, error = errno;
   k3_model_journal_close(journal);
-  if (failed) K3_FAIL(K3_ERR_INPUT, "%s.journal: left by another run and cannot be removed: %s", partial, strerror(error));
+  if (failed)
+    K3_FAIL(K3_ERR_INPUT, "%s.journal: left by another run and cannot be removed: %s", partial, strerror(error));
   return K3_OK;
 }
 

@@ -58,7 +58,7 @@ struct K3ModelWriter {
   K3ModelJournal *journal; /* NULL: not restartable */
   int keep;                /* an unfinished file is kept for the next run */
   uint64_t digest;
-  pthread_mutex_t lock;    /* of the ranges and the journal */
+  pthread_mutex_t lock; /* of the ranges and the journal */
 };
 
 /* ---------------------------------------------------------------- attributes */
@@ -468,8 +468,7 @@ static K3Status find_again(K3ModelWriter *writer, const K3TensorSpec *spec, K3Ty
 }
 
 /* Opens what another run left, with its journal. Any failure means that there is nothing to go on with. */
-static K3Status open_leftover(K3ModelWriter *writer, const K3TensorTable *table, const K3Type *types,
-                              uint64_t identity)
+static K3Status open_leftover(K3ModelWriter *writer, const K3TensorTable *table, const K3Type *types, uint64_t identity)
 {
   K3Status status = K3_OK;
   hid_t access = -1;
@@ -509,8 +508,7 @@ K3Status k3_model_writer_create_all(const char *path, const K3Config *config, co
   }
   k3_status_clear(); /* nothing to go on with is no failure */
   K3_TRY_DONE(create_file(writer, provenance));
-  for (int64_t i = 0; i < table->count; i++)
-    K3_TRY_DONE(k3_model_writer_tensor(writer, &table->specs[i], types[i]));
+  for (int64_t i = 0; i < table->count; i++) K3_TRY_DONE(k3_model_writer_tensor(writer, &table->specs[i], types[i]));
   K3_TRY_DONE(flush(writer));
   K3_TRY_DONE(k3_model_journal_create(writer->partial, identity, &writer->journal));
   *result = writer;
