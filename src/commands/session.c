@@ -8,6 +8,7 @@
 #include <sys/stat.h>
 #include <time.h>
 
+#include "base/clock.h"
 #include "commands/numbers.h"
 #include "commands/progress.h"
 #include "store/digest.h"
@@ -307,8 +308,14 @@ K3Status k3_session_gather_devices(const K3SessionOptions *options, K3Comm *comm
 K3Status k3_session_load(K3Comm *comm, K3Backend *backend)
 {
   K3ProgressBar bar;
+  const char *verbose = getenv("K3_VERBOSE");
+  double start_ms = k3_clock_ms();
   k3_progress_start(&bar, "loading", K3_PROGRESS_BYTES, 0, comm->rank == 0);
   K3Status status = backend->load(backend, k3_progress_callback, &bar);
   k3_progress_finish(&bar);
+  double seconds = 1e-3 * (k3_clock_ms() - start_ms);
+  if (status == K3_OK && verbose && strcmp(verbose, "1") == 0)
+    fprintf(stderr, "rank %d: loaded %.3f GB in %.3f s, %.3f GB/s\n", comm->rank, 1e-9 * (double)bar.done, seconds,
+            seconds > 0 ? 1e-9 * (double)bar.done / seconds : 0.0);
   return k3_comm_agree(comm, status);
 }
