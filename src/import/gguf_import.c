@@ -13,7 +13,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "host/matrix.h"
 #include "import/gguf.h"
 #include "import/gguf_config.h"
 #include "import/gguf_names.h"
@@ -21,6 +20,7 @@
 #include "import/quantise.h"
 #include "plan/codebook.h"
 #include "plan/config.h"
+#include "plan/decode.h"
 #include "store/digest.h"
 
 typedef struct {
@@ -238,7 +238,7 @@ static K3Status convert_a_log(const Import *import, const K3TensorSpec *spec, co
   int64_t heads = spec->shape[0], count = tensor->bytes / k3_format_bytes(type, 1);
   for (int64_t i = 0; i < count; i++) {
     float value;
-    k3_import_widen(type, tensor->data + k3_format_bytes(type, i), 1, &value);
+    k3_decode(type, NULL, tensor->data + k3_format_bytes(type, i), 1, &value);
     if (i < heads && !(value < 0.0f))
       K3_FAIL(K3_ERR_INPUT, "%s: tensor %s: element %lld is %g, wanted a number below zero (-exp(A_log))",
               k3_gguf_path(import->gguf, tensor), tensor->name, (long long)i, (double)value);
@@ -267,7 +267,7 @@ static K3Status write_plain(const Import *import, const K3TensorSpec *spec, cons
     const uint8_t *values = NULL;
     K3_TRY(take_values(import, tensor, stored, row * columns, count * columns, worker->stored, &values));
     if (stored != type) { /* only to f32 */
-      k3_import_widen(stored, values, count * columns, worker->values);
+      k3_decode(stored, NULL, values, count * columns, worker->values);
       values = (const uint8_t *)worker->values;
     }
     K3_TRY(k3_import_put(worker, spec, type, row, count, values, count * row_bytes));
@@ -282,14 +282,8 @@ static K3Status decode_rows(const Import *import, const K3GgufTensor *tensor, K3
 {
   const uint8_t *values = NULL;
   K3_TRY(take_values(import, tensor, type, first * columns, count * columns, room, &values));
-  if (!k3_format_is_quantised(type)) {
-    k3_import_widen(type, values, count * columns, out);
-    return K3_OK;
-  }
-  K3HostMatrix matrix = {.type = type, .experts = 1, .rows = count, .cols = columns, .data = values};
-  matrix.row_bytes = k3_format_bytes(type, columns);
-  if (k3_codebook_of(type) >= 0) matrix.book = import->books[k3_codebook_of(type)];
-  for (int64_t row = 0; row < count; row++) k3_host_decode_row(&matrix, 0, row, out + row * columns);
+  int book = k3_codebook_of(type);
+  k3_decode(type, book < 0 ? NULL : import->books[book], values, count * columns, out);
   int64_t bad = k3_import_find_not_finite(K3_TYPE_F32, (const uint8_t *)out, count * columns);
   if (bad >= 0)
     K3_FAIL(K3_ERR_INPUT, "%s: tensor %s: element %lld is NaN or infinite", k3_gguf_path(import->gguf, tensor),

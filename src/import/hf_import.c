@@ -18,6 +18,7 @@
 #include "import/quantise.h"
 #include "import/safetensors.h"
 #include "plan/config.h"
+#include "plan/decode.h"
 #include "plan/tensors.h"
 #include "store/digest.h"
 
@@ -270,10 +271,10 @@ static K3Status convert_plain(const Import *import, const K3SafeTensor *tensor, 
     return K3_OK;
   }
   if (type == K3_TYPE_F32) {
-    k3_import_widen(plain_type(tensor), data, count, (float *)(void *)worker->stored);
+    k3_decode(plain_type(tensor), NULL, data, count, (float *)(void *)worker->stored);
     return K3_OK;
   }
-  k3_import_widen(plain_type(tensor), data, count, worker->values);
+  k3_decode(plain_type(tensor), NULL, data, count, worker->values);
   bad = k3_quantise_q8_0(worker->values, count / K3_QUANTISE_BLOCK, worker->stored);
   return bad < 0 ? K3_OK : fail_block(import, tensor, first / K3_QUANTISE_BLOCK + bad);
 }
@@ -333,7 +334,7 @@ static K3Status check_tail(const Import *import, const K3TensorSpec *spec, const
   int64_t size = tensor->dtype == K3_SAFE_F32 ? 4 : 2, count = tensor->bytes / size;
   for (int64_t i = spec->shape[0]; i < count; i++) {
     float value;
-    k3_import_widen(plain_type(tensor), tensor->data + i * size, 1, &value);
+    k3_decode(plain_type(tensor), NULL, tensor->data + i * size, 1, &value);
     if (value == 0.0f) continue; /* a NaN is not */
     K3_FAIL(K3_ERR_INPUT,
             "%s: tensor %s holds %lld numbers for %lld heads, and element %lld beyond the heads is %g, "

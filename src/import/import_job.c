@@ -235,17 +235,6 @@ int64_t k3_import_find_not_finite(K3Type type, const uint8_t *data, int64_t coun
   return find_not_finite_16(type == K3_TYPE_BF16 ? 0x7f80u : 0x7c00u, data, count);
 }
 
-void k3_import_widen(K3Type type, const uint8_t *data, int64_t count, float *out)
-{
-  if (type == K3_TYPE_F32) memcpy(out, data, (size_t)count * 4);
-  if (type == K3_TYPE_F32) return;
-  for (int64_t i = 0; i < count; i++) {
-    uint16_t half;
-    memcpy(&half, data + 2 * i, 2);
-    out[i] = type == K3_TYPE_BF16 ? k3_bf16_to_float(half) : k3_f16_to_float(half);
-  }
-}
-
 void k3_import_narrow(K3Type type, const float *values, int64_t count, uint8_t *out)
 {
   if (type == K3_TYPE_F32) memcpy(out, values, (size_t)count * 4);

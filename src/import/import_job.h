@@ -76,10 +76,7 @@ K3Status k3_import_identity(const char *path, uint64_t *identity);
 /* First element of `count` plain values (f32, f16, bf16; no alignment) that is NaN or infinite, -1: all are finite. */
 int64_t k3_import_find_not_finite(K3Type type, const uint8_t *data, int64_t count);
 
-/* The same values as float32, exactly. */
-void k3_import_widen(K3Type type, const uint8_t *data, int64_t count, float *out);
-
-/* And back: exact for values that came from that type. */
+/* float32 values in a plain type: exact for values that came from that type (k3_decode). */
 void k3_import_narrow(K3Type type, const float *values, int64_t count, uint8_t *out);
 
 #endif
