@@ -621,6 +621,44 @@ def test_not_finite(tiny, name, kind):
         refused(write_gguf(path, kv, tensors), name, "element 17")
 
 
+@pytest.mark.parametrize("kind", [k for k in gguf_model.SHORT + gguf_model.LONG if k != "mxfp4"])
+def test_block_scale_not_finite(tmp_path, kind):
+    """Of each block type, a scale (and an offset) of infinity or NaN is refused, and named by its block."""
+    kv, tensors = small_model(SEED, types=(kind, "f32"), **{**TINY, "hidden": 256})
+    name = "token_embd.weight"
+    _, values, size = gguf_model.TYPES[kind]
+    tensors[name] = kind, [48, 256], gguf_model.random_blocks(gguf_model.Stream(SEED), kind, 48, 256, 1.0)
+    places = gguf_model.D_AT.get(kind, (None,))
+    for number, place in enumerate(places):
+        raw = np.frombuffer(tensors[name][2], np.uint8).reshape(-1, size).copy()
+        if place is None:                               # iq1_m
+            gguf_model.set_scale(kind, raw[11:12], np.array([np.inf]))
+        else:
+            raw[11, place:place + 2] = (0x00, 0x7c) if number == 0 else (0x01, 0xfc)
+        bad = {**tensors, name: (kind, [48, 256], raw.tobytes())}
+        refused(write_gguf(tmp_path / "m.gguf", kv, bad), name, "block 11 has", "infinite" if number == 0 else "NaN")
+
+
+def test_disk_too_full(tmp_path):
+    """Refused before the first byte: sparse tensors that no disk has room for."""
+    kv, tensors = small_model(SEED, types=("f32",), **{**TINY, "hidden": 352, "vocab": 416})
+    larger = {352: 2**16, 416: 2**24}                   # no other axis has these sizes
+    kv = replaced(replaced(kv, "kimi-k3.vocab_size", "u32", 2**24), "kimi-k3.embedding_length", "u32", 2**16)
+    infos, at = [], 0
+    for name, (_, shape, _) in tensors.items():
+        shape = [larger.get(n, n) for n in shape]
+        infos.append(info(name, 0, shape, at))
+        at += 4 * int(np.prod(shape))
+        at += -at % 32
+    path = tmp_path / "m.gguf"
+    path.write_bytes(gguf_model.padded(header([pair(*p) for p in kv], infos)))
+    try:
+        os.truncate(path, path.stat().st_size + at)     # 8.8 TB, of which none is on the disk
+    except OSError:
+        pytest.skip("this file system has no sparse files of 8.8 TB")
+    refused(path, "too full", "8796")
+
+
 # ---------------------------------------------------------------- size
 
 def test_memory_and_offsets(tmp_path):

@@ -4,9 +4,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "base/float16.h"
 #include "commands/commands.h"
 #include "commands/progress.h"
+#include "plan/block_fault.h"
 #include "store/content_digest.h"
 #include "store/source.h"
 
@@ -16,50 +16,19 @@ enum { PIECE_BYTES = 16 << 20 };
 typedef struct {
   int64_t count;
   int64_t first; /* row-major element */
-  char what[48];
+  const char *what;
 } Fault;
-
-static uint16_t half_at(const uint8_t *at) { return (uint16_t)(at[0] | at[1] << 8); }
-
-/* NULL when block (or value) `at` is sound. `text` has room for 48 characters. */
-static const char *fault_of(K3Type type, const uint8_t *at, char *text)
-{
-  uint32_t bits;
-  switch (type) {
-  case K3_TYPE_F32:
-    memcpy(&bits, at, sizeof bits);
-    if ((bits & 0x7f800000u) != 0x7f800000u) return NULL;
-    return strcpy(text, bits & 0x7fffffu ? "NaN" : bits >> 31 ? "-infinity" : "infinity");
-  case K3_TYPE_BF16:
-    bits = half_at(at);
-    if ((bits & 0x7f80u) != 0x7f80u) return NULL;
-    return strcpy(text, bits & 0x7fu ? "NaN" : bits >> 15 ? "-infinity" : "infinity");
-  case K3_TYPE_MXFP4: return at[0] == 255 ? strcpy(text, "a block scale of NaN (byte 255)") : NULL;
-  case K3_TYPE_F16:
-    bits = half_at(at);
-    if ((bits & 0x7c00u) != 0x7c00u) return NULL;
-    return strcpy(text, bits & 0x3ffu ? "NaN" : bits >> 15 ? "-infinity" : "infinity");
-  case K3_TYPE_IQ1_M: /* its scale is spread over the upper nibbles of four words */
-    bits = (uint32_t)(at[49] >> 4 | (at[51] & 0xf0) | (at[53] & 0xf0) << 4 | (at[55] & 0xf0) << 8);
-    break;
-  default:
-    bits = half_at(at + k3_format(type)->scale_at);
-    if (k3_format(type)->offset_at >= 0 && (bits & 0x7c00u) != 0x7c00u) bits = half_at(at + k3_format(type)->offset_at);
-  }
-  if ((bits & 0x7c00u) != 0x7c00u) return NULL;
-  return strcpy(text, bits & 0x3ffu ? "a block scale of NaN" : "an infinite block scale");
-}
 
 /* Scans `values` values whose first is row-major element `first`. */
 static void scan(K3Type type, const uint8_t *data, int64_t values, int64_t first, Fault *fault)
 {
   const K3Format *format = k3_format(type);
-  char text[48];
   for (int64_t i = 0; i < values / format->block_values; i++) {
-    if (!fault_of(type, data + i * format->block_bytes, text)) continue;
+    const char *what = k3_block_fault(type, data + i * format->block_bytes);
+    if (!what) continue;
     if (fault->count++ == 0) {
       fault->first = first + i * format->block_values;
-      memcpy(fault->what, text, sizeof text);
+      fault->what = what;
     }
   }
 }
@@ -127,7 +96,7 @@ K3Status k3_command_check_model(const char *path)
   digest = k3_content_begin(&source->config);
   k3_progress_start(&bar, "checking", K3_PROGRESS_BYTES, all, 1);
   for (int64_t i = 0; i < source->table.count; i++) {
-    Fault fault = {0, 0, ""};
+    Fault fault = {0, 0, NULL};
     char index[80];
     const K3TensorSpec *spec = &source->table.specs[i];
     uint32_t crc;

@@ -5,11 +5,11 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/statvfs.h>
 
 #include "commands/commands.h"
 #include "commands/progress.h"
 #include "commands/stop_signals.h"
+#include "store/disk_space.h"
 #include "store/model_writer.h"
 #include "store/source.h"
 
@@ -85,25 +85,6 @@ static int64_t source_bytes(const K3Source *source)
   return bytes;
 }
 
-/* Refuses before the first byte what cannot fit. */
-static K3Status check_space(const char *output, int64_t bytes)
-{
-  char directory[1024];
-  struct statvfs disk;
-  snprintf(directory, sizeof directory, "%s", output);
-  char *slash = strrchr(directory, '/');
-  if (!slash) strcpy(directory, ".");
-  else slash[slash == directory] = '\0';
-  if (statvfs(directory, &disk) != 0) return K3_OK; /* creating the file tells better what is wrong */
-  double available = (double)disk.f_bavail * (double)disk.f_frsize;
-  if (available < (double)bytes)
-    K3_FAIL(K3_ERR_INPUT,
-            "%s: the disk is too full: the model has %.3f GB, %.3f GB are free in %s; choose another output "
-            "or a smaller recipe",
-            output, (double)bytes * 1e-9, available * 1e-9, directory);
-  return K3_OK;
-}
-
 /* One tensor, a piece of rows at a time. A 3-axis tensor goes one slice of axis 0 after the other. */
 static K3Status write_tensor(K3Source *source, int64_t tensor, K3ModelWriter *writer, void *buffer, K3ProgressBar *bar)
 {
@@ -169,7 +150,7 @@ static K3Status write_model(const Options *options)
   struct sigaction before[K3_STOP_SIGNALS];
   k3_stop_catch(before);
   K3_TRY_DONE(k3_synth_source_open(options->recipe, &source));
-  K3_TRY_DONE(check_space(options->output, source_bytes(source)));
+  K3_TRY_DONE(k3_disk_space_check(options->output, source_bytes(source), "choose another output or a smaller recipe"));
   buffer = malloc(buffer_bytes(source));
   if (!buffer) K3_FAIL_DONE(K3_ERR_INPUT, "synth: no memory for %zu bytes", buffer_bytes(source));
   snprintf(provenance, sizeof provenance, "k3decode synth %s (random weights)", options->recipe);

@@ -18,6 +18,7 @@
 #include "import/gguf_names.h"
 #include "import/mapped_file.h"
 #include "import/quantise.h"
+#include "plan/block_fault.h"
 #include "plan/codebook.h"
 #include "plan/config.h"
 #include "plan/decode.h"
@@ -222,7 +223,15 @@ static K3Status take_values(const Import *import, const K3GgufTensor *tensor, K3
     if (bad >= 0)
       K3_FAIL(K3_ERR_INPUT, "%s: tensor %s: the scale of block %lld is 255, not a number", path, tensor->name,
               (long long)(first / K3_QUANTISE_BLOCK + bad));
-  } else if (!k3_format_is_quantised(type)) {
+  } else if (k3_format_is_quantised(type)) {
+    const K3Format *format = k3_format(type);
+    for (int64_t block = 0; block < count / format->block_values; block++) {
+      const char *what = k3_block_fault(type, from + block * format->block_bytes);
+      if (what)
+        K3_FAIL(K3_ERR_INPUT, "%s: tensor %s: block %lld has %s", path, tensor->name,
+                (long long)(first / format->block_values + block), what);
+    }
+  } else {
     int64_t bad = k3_import_find_not_finite(type, from, count);
     if (bad >= 0)
       K3_FAIL(K3_ERR_INPUT, "%s: tensor %s: element %lld is NaN or infinite", path, tensor->name,

@@ -15,7 +15,7 @@ int k3_gguf_is_one(const char *path);
  * block types are decoded to f32 (no value is rounded again); parts of one plain type keep it. Residual scores, published as
  * norm * projection, become the projection, and the norm is ones. A_log = log(-ssm_a), rounded to float32.
  * Errors: K3_ERR_INPUT: metadata, a missing, surplus or mis-shaped tensor, a type without a decoder, NaN or infinity in
- * plain values, an E8M0 byte of 255, ssm_a that is not negative, an output that cannot be written, a signal. */
+ * plain values or a block's scale, an E8M0 byte of 255, ssm_a that is not negative, an output that cannot be written, a signal. */
 K3Status k3_gguf_import(const char *path, const char *output, const K3ImportOptions *options, K3ImportResult *result);
 
 #endif

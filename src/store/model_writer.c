@@ -22,6 +22,7 @@
 #include <unistd.h>
 
 #include "store/content_digest.h"
+#include "store/disk_space.h"
 #include "store/hdf5_error.h"
 #include "store/model_journal.h"
 
@@ -500,6 +501,7 @@ K3Status k3_model_writer_create_all(const char *path, const K3Config *config, co
 {
   K3Status status = K3_OK;
   K3ModelWriter *writer = NULL;
+  int64_t bytes = 0;
   *result = NULL;
   K3_TRY(new_writer(path, config, overwrite, &writer));
   if (open_leftover(writer, table, types, identity) == K3_OK) {
@@ -507,6 +509,9 @@ K3Status k3_model_writer_create_all(const char *path, const K3Config *config, co
     return K3_OK;
   }
   k3_status_clear(); /* nothing to go on with is no failure */
+  K3_TRY_DONE(remove_leftover(writer->partial)); /* before its room is counted */
+  for (int64_t i = 0; i < table->count; i++) bytes += matrix_rows(&table->specs[i]) * row_bytes(&table->specs[i], types[i]);
+  K3_TRY_DONE(k3_disk_space_check(path, bytes, "choose another output"));
   K3_TRY_DONE(create_file(writer, provenance));
   for (int64_t i = 0; i < table->count; i++) K3_TRY_DONE(k3_model_writer_tensor(writer, &table->specs[i], types[i]));
   K3_TRY_DONE(flush(writer));

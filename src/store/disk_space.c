@@ -1,0 +1,22 @@
+/* Room on a disk. See disk_space.h. Layer: store. */
+#include "store/disk_space.h"
+
+#include <stdio.h>
+#include <string.h>
+#include <sys/statvfs.h>
+
+K3Status k3_disk_space_check(const char *output, int64_t bytes, const char *mend)
+{
+  char directory[4096];
+  struct statvfs disk;
+  snprintf(directory, sizeof directory, "%s", output);
+  char *slash = strrchr(directory, '/');
+  if (!slash) strcpy(directory, ".");
+  else slash[slash == directory] = '\0';
+  if (statvfs(directory, &disk) != 0) return K3_OK; /* creating the file tells better what is wrong */
+  double available = (double)disk.f_bavail * (double)disk.f_frsize;
+  if (available < (double)bytes)
+    K3_FAIL(K3_ERR_INPUT, "%s: the disk is too full: the model has %.3f GB, %.3f GB are free in %s; %s", output,
+            (double)bytes * 1e-9, available * 1e-9, directory, mend);
+  return K3_OK;
+}

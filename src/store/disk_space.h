@@ -1,0 +1,13 @@
+/* Room on a disk, asked before the first byte. Layer: store. */
+#ifndef K3_STORE_DISK_SPACE_H
+#define K3_STORE_DISK_SPACE_H
+
+#include <stdint.h>
+
+#include "base/status.h"
+
+/* Whether a model of `bytes` fits beside what the disk of the file `output` holds. `mend` ends the message.
+ * Errors: K3_ERR_INPUT. */
+K3Status k3_disk_space_check(const char *output, int64_t bytes, const char *mend);
+
+#endif
