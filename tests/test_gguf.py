@@ -308,6 +308,9 @@ def test_file_directory_and_shards(tiny, tmp_path):
     refused(many / "K3-UD-00003-of-00005.gguf", "shard 3 of 5", "K3-UD-00001-of-00005.gguf")
     shutil.copy(first, many / "other-00001-of-00005.gguf")
     refused(many, "2 GGUF models")
+    (one / "model.safetensors").write_bytes(b"")
+    refused(one, "GGUF model and a safetensors checkpoint")
+    k3("import", one / "model.gguf", "--output", tmp_path / "m.h5", "--overwrite")
     empty = tmp_path / "empty"
     empty.mkdir()
     (empty / "mmproj.gguf").write_bytes(b"GGUF")

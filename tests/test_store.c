@@ -26,7 +26,9 @@
 #include "plan/plan.h"
 #include "plan/synth_recipe.h"
 #include "store/hdf5_error.h"
+#include "store/content_digest.h"
 #include "store/model_writer.h"
+#include "store/row_ranges.h"
 #include "store/source.h"
 
 /* Small sizes whose rows are whole blocks; 3 layers: KDA with dense FFN, KDA with MoE, MLA with MoE. */
@@ -905,6 +907,43 @@ static int remove_folder(void **state)
   return rmdir(folder);
 }
 
+/* Rows in any order, some of them one by one: the CRC is that of all bytes in order, and nothing may come twice. */
+static void test_row_ranges_any_order(void **state)
+{
+  enum { ROWS = 97, BYTES = 13 };
+  uint8_t data[ROWS * BYTES];
+  (void)state;
+  srand(seed);
+  for (int i = 0; i < ROWS * BYTES; i++) data[i] = (uint8_t)rand();
+  for (int trial = 0; trial < 200; trial++) {
+    K3RowRanges ranges = {.rows = ROWS, .row_bytes = BYTES};
+    int cut[ROWS + 1], order[ROWS], pieces = 0;
+    for (int row = 0; row < ROWS; row++)
+      if (row == 0 || rand() % 4 == 0) cut[pieces++] = row;
+    cut[pieces] = ROWS;
+    for (int i = 0; i < pieces; i++) order[i] = i;
+    for (int i = pieces - 1; i > 0; i--) {
+      int other = rand() % (i + 1), kept = order[i];
+      order[i] = order[other];
+      order[other] = kept;
+    }
+    for (int i = 0; i < pieces; i++) {
+      int begin = cut[order[i]], end = cut[order[i] + 1];
+      uint32_t crc = k3_content_crc(0, data + begin * BYTES, (end - begin) * BYTES);
+      assert_int_equal(k3_row_ranges_whole(&ranges), 0);
+      assert_int_equal(k3_row_ranges_add(&ranges, "file", "/embed", begin, end, crc), K3_OK);
+      assert_int_equal(k3_row_ranges_add(&ranges, "file", "/embed", begin, end, crc), K3_ERR_INPUT);
+      k3_status_clear();
+    }
+    assert_int_equal(k3_row_ranges_whole(&ranges), 1);
+    assert_int_equal(k3_row_ranges_count(&ranges), ROWS);
+    assert_int_equal(ranges.ranges[0].crc, k3_content_crc(0, data, ROWS * BYTES));
+    assert_int_equal(k3_row_ranges_add(&ranges, "file", "/embed", ROWS, ROWS + 1, 0), K3_ERR_INPUT);
+    k3_row_ranges_free(&ranges);
+    k3_status_clear();
+  }
+}
+
 int main(void)
 {
   const struct CMUnitTest tests[] = {
@@ -930,6 +969,7 @@ int main(void)
       cmocka_unit_test(test_writer_refuses_unwritten_tensor),
       cmocka_unit_test(test_writer_two_at_once_and_leftovers),
       cmocka_unit_test(test_writer_out_of_space),
+      cmocka_unit_test(test_row_ranges_any_order),
       cmocka_unit_test(test_synth_command),
       cmocka_unit_test(test_check_model_finds_bad_values),
   };

@@ -117,7 +117,9 @@ static void report(const Arguments *arguments, const K3ImportResult *result)
 
 static K3Status import_by_kind(const Arguments *arguments, const K3ImportOptions *options, K3ImportResult *result)
 {
-  if (k3_gguf_is_one(arguments->checkpoint)) {
+  int is_gguf = 0;
+  K3_TRY(k3_gguf_is_one(arguments->checkpoint, &is_gguf));
+  if (is_gguf) {
     if (arguments->conversion)
       K3_FAIL(K3_ERR_USAGE, "import: %s is for safetensors: the tensors of a GGUF file keep their types",
               arguments->conversion);

@@ -42,19 +42,31 @@ typedef struct {
   K3Type types[2];
 } Origin;
 
-int k3_gguf_is_one(const char *path)
+static int is_named_gguf(const char *name)
 {
-  size_t length = strlen(path);
-  if (length > 5 && strcmp(path + length - 5, ".gguf") == 0) return 1;
-  int found = 0;
-  DIR *list = opendir(path);
-  if (!list) return 0;
-  for (struct dirent *item; !found && (item = readdir(list));) {
-    length = strlen(item->d_name);
-    found = length > 5 && strcmp(item->d_name + length - 5, ".gguf") == 0;
+  size_t length = strlen(name);
+  return length > 5 && strcmp(name + length - 5, ".gguf") == 0;
+}
+
+K3Status k3_gguf_is_one(const char *path, int *is_one)
+{
+  int gguf = 0, safetensors = 0;
+  *is_one = is_named_gguf(path);
+  DIR *list = *is_one ? NULL : opendir(path);
+  if (!list) return K3_OK; /* whoever opens it tells what is wrong */
+  for (struct dirent *item; (item = readdir(list));) {
+    gguf |= is_named_gguf(item->d_name);
+    safetensors |=
+        strcmp(item->d_name, "model.safetensors.index.json") == 0 || strcmp(item->d_name, "model.safetensors") == 0;
   }
   closedir(list);
-  return found;
+  *is_one = gguf;
+  if (gguf && safetensors)
+    K3_FAIL(K3_ERR_INPUT,
+            "%s: holds a GGUF model and a safetensors checkpoint: name the GGUF file (of a split one the first "
+            "shard), or move it elsewhere",
+            path);
+  return K3_OK;
 }
 
 /* --- first pass: find, check, and choose types --- */

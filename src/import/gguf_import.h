@@ -5,8 +5,9 @@
 #include "base/status.h"
 #include "import/import_job.h"
 
-/* 1 when `path` is named *.gguf, or is a directory that holds such files. */
-int k3_gguf_is_one(const char *path);
+/* *is_one = 1 when `path` is named *.gguf, or is a directory that holds such files.
+ * Errors: K3_ERR_INPUT: a directory that holds a safetensors checkpoint too. */
+K3Status k3_gguf_is_one(const char *path, int *is_one);
 
 /* `path`: see k3_gguf_open. Everything but the values is checked before the output is created.
  * Matrices keep their type and their blocks bit for bit; the half-bytes of mxfp4 are put in model.md's order. Vectors,

@@ -25,26 +25,19 @@
 #include "store/disk_space.h"
 #include "store/hdf5_error.h"
 #include "store/model_journal.h"
+#include "store/row_ranges.h"
 
 enum {
   MAX_CALL = 1 << 30,     /* bytes of one pwrite or of one step of a checksum */
   VERIFY_PIECE = 16 << 20 /* bytes read at a time */
 };
 
-/* Rows [begin, end) that were written, and the CRC-32 of their bytes. */
-typedef struct {
-  int64_t begin, end;
-  uint32_t crc;
-} Range;
-
-/* What was written of one tensor: sorted ranges that do not touch. */
+/* What was written of one tensor. */
 typedef struct {
   char path[sizeof((K3TensorSpec *)0)->path];
   K3Type type;
-  int64_t rows, row_bytes;
   int64_t offset; /* of the dataset in the file */
-  Range *ranges;
-  int64_t count, room;
+  K3RowRanges rows;
 } Written;
 
 struct K3ModelWriter {
@@ -287,8 +280,8 @@ static K3Status add_written(K3ModelWriter *writer, const K3TensorSpec *spec, K3T
   memset(entry, 0, sizeof *entry);
   memcpy(entry->path, spec->path, sizeof entry->path);
   entry->type = type;
-  entry->rows = matrix_rows(spec);
-  entry->row_bytes = row_bytes(spec, type);
+  entry->rows.rows = matrix_rows(spec);
+  entry->rows.row_bytes = row_bytes(spec, type);
   entry->offset = (int64_t)offset;
   return K3_OK;
 }
@@ -341,55 +334,11 @@ done:
   return status;
 }
 
-/* Adds rows [begin, end) to what was written; overlap is an error of the caller. */
-static K3Status note_rows(K3ModelWriter *writer, Written *entry, int64_t begin, int64_t end, uint32_t crc)
-{
-  int64_t at = 0;
-  while (at < entry->count && entry->ranges[at].end < begin) at++;
-  Range *range = &entry->ranges[at];
-  if (begin < 0 || end > entry->rows || (at < entry->count && range->begin < end && range->end > begin) ||
-      (at + 1 < entry->count && range[1].begin < end))
-    K3_FAIL(K3_ERR_INPUT, "%s: dataset %s: rows %lld to %lld of %lld are written twice or do not exist",
-            writer->partial, entry->path, (long long)begin, (long long)end, (long long)entry->rows);
-  if (at < entry->count && range->end == begin) { /* extends one, and may meet the next */
-    range->crc = k3_content_join(range->crc, crc, (end - begin) * entry->row_bytes);
-    range->end = end;
-    if (at + 1 < entry->count && range[1].begin == end) {
-      range->crc = k3_content_join(range->crc, range[1].crc, (range[1].end - range[1].begin) * entry->row_bytes);
-      range->end = range[1].end;
-      memmove(&range[1], &range[2], (size_t)(entry->count - at - 2) * sizeof *range);
-      entry->count--;
-    }
-    return K3_OK;
-  }
-  if (at < entry->count && range->begin == end) {
-    range->crc = k3_content_join(crc, range->crc, (range->end - range->begin) * entry->row_bytes);
-    range->begin = begin;
-    return K3_OK;
-  }
-  if (entry->count == entry->room) {
-    int64_t room = entry->room ? 2 * entry->room : 4;
-    Range *larger = realloc(entry->ranges, (size_t)room * sizeof *larger);
-    if (!larger) K3_FAIL(K3_ERR_INPUT, "%s: no memory", writer->partial);
-    entry->ranges = larger;
-    entry->room = room;
-  }
-  memmove(&entry->ranges[at + 1], &entry->ranges[at], (size_t)(entry->count - at) * sizeof *entry->ranges);
-  entry->ranges[at] = (Range){begin, end, crc};
-  entry->count++;
-  return K3_OK;
-}
-
-static int is_whole(const Written *entry)
-{
-  return entry->count == 1 && entry->ranges[0].begin == 0 && entry->ranges[0].end == entry->rows;
-}
-
 static K3Status write_bytes(const K3ModelWriter *writer, const Written *entry, int64_t row, int64_t count,
                             const void *data)
 {
   const char *from = data;
-  int64_t left = count * entry->row_bytes, at = entry->offset + row * entry->row_bytes;
+  int64_t left = count * entry->rows.row_bytes, at = entry->offset + row * entry->rows.row_bytes;
   while (left > 0) {
     ssize_t put = pwrite(writer->descriptor, from, (size_t)(left < MAX_CALL ? left : MAX_CALL), (off_t)at);
     if (put < 0 && errno == EINTR) continue;
@@ -410,13 +359,13 @@ K3Status k3_model_writer_rows(K3ModelWriter *writer, const K3TensorSpec *spec, K
   Written *entry = find_written(writer, spec);
   if (!entry || entry->type != type)
     K3_FAIL(K3_ERR_INPUT, "%s: dataset %s was not created, or in another type", writer->partial, spec->path);
-  if (row < 0 || row > entry->rows - count)
+  if (row < 0 || row > entry->rows.rows - count)
     K3_FAIL(K3_ERR_INPUT, "%s: dataset %s: rows %lld to %lld of %lld are written twice or do not exist",
-            writer->partial, entry->path, (long long)row, (long long)(row + count), (long long)entry->rows);
-  uint32_t crc = k3_content_crc(0, data, count * entry->row_bytes);
+            writer->partial, entry->path, (long long)row, (long long)(row + count), (long long)entry->rows.rows);
+  uint32_t crc = k3_content_crc(0, data, count * entry->rows.row_bytes);
   K3_TRY(write_bytes(writer, entry, row, count, data));
   pthread_mutex_lock(&writer->lock);
-  K3Status status = note_rows(writer, entry, row, row + count, crc);
+  K3Status status = k3_row_ranges_add(&entry->rows, writer->partial, entry->path, row, row + count, crc);
   pthread_mutex_unlock(&writer->lock);
   return status;
 }
@@ -508,9 +457,10 @@ K3Status k3_model_writer_create_all(const char *path, const K3Config *config, co
     *result = writer;
     return K3_OK;
   }
-  k3_status_clear(); /* nothing to go on with is no failure */
+  k3_status_clear();                             /* nothing to go on with is no failure */
   K3_TRY_DONE(remove_leftover(writer->partial)); /* before its room is counted */
-  for (int64_t i = 0; i < table->count; i++) bytes += matrix_rows(&table->specs[i]) * row_bytes(&table->specs[i], types[i]);
+  for (int64_t i = 0; i < table->count; i++)
+    bytes += matrix_rows(&table->specs[i]) * row_bytes(&table->specs[i], types[i]);
   K3_TRY_DONE(k3_disk_space_check(path, bytes, "choose another output"));
   K3_TRY_DONE(create_file(writer, provenance));
   for (int64_t i = 0; i < table->count; i++) K3_TRY_DONE(k3_model_writer_tensor(writer, &table->specs[i], types[i]));
@@ -531,7 +481,7 @@ K3Status k3_model_writer_restore(K3ModelWriter *writer, const K3TensorSpec *spec
   if (!entry || !writer->journal || !k3_model_journal_find(writer->journal, spec->path, &wanted)) return K3_OK;
   char *piece = malloc(VERIFY_PIECE);
   if (!piece) K3_FAIL(K3_ERR_INPUT, "%s: no memory to look at dataset %s", writer->partial, spec->path);
-  int64_t all = entry->rows * entry->row_bytes;
+  int64_t all = entry->rows.rows * entry->rows.row_bytes;
   for (int64_t at = 0; at < all;) {
     ssize_t got = pread(writer->descriptor, piece, (size_t)(all - at < VERIFY_PIECE ? all - at : VERIFY_PIECE),
                         (off_t)(entry->offset + at));
@@ -542,7 +492,7 @@ K3Status k3_model_writer_restore(K3ModelWriter *writer, const K3TensorSpec *spec
   }
   if (crc != wanted) goto done;
   pthread_mutex_lock(&writer->lock);
-  status = note_rows(writer, entry, 0, entry->rows, crc);
+  status = k3_row_ranges_add(&entry->rows, writer->partial, entry->path, 0, entry->rows.rows, crc);
   pthread_mutex_unlock(&writer->lock);
   *whole = status == K3_OK;
 done:
@@ -553,10 +503,10 @@ done:
 K3Status k3_model_writer_done(K3ModelWriter *writer, const K3TensorSpec *spec)
 {
   const Written *entry = find_written(writer, spec);
-  if (!writer->journal || !entry || !is_whole(entry))
+  if (!writer->journal || !entry || !k3_row_ranges_whole(&entry->rows))
     K3_FAIL(K3_ERR_INPUT, "%s: dataset %s is not whole", writer->partial, spec->path);
   pthread_mutex_lock(&writer->lock);
-  K3Status status = k3_model_journal_add(writer->journal, spec->path, entry->ranges[0].crc);
+  K3Status status = k3_model_journal_add(writer->journal, spec->path, entry->rows.ranges[0].crc);
   pthread_mutex_unlock(&writer->lock);
   return status;
 }
@@ -573,14 +523,12 @@ static K3Status write_digests(K3ModelWriter *writer, const K3TensorTable *table)
                                ? &writer->written[i] /* writers mostly follow the table's order */
                                : find_written(writer, spec);
     if (!entry) K3_FAIL(K3_ERR_INPUT, "%s: dataset %s was never created", writer->partial, spec->path);
-    if (!is_whole(entry)) {
-      int64_t rows = 0;
-      for (int64_t j = 0; j < entry->count; j++) rows += entry->ranges[j].end - entry->ranges[j].begin;
+    if (!k3_row_ranges_whole(&entry->rows)) {
       K3_FAIL(K3_ERR_INPUT, "%s: dataset %s: %lld of %lld rows were written", writer->partial, spec->path,
-              (long long)rows, (long long)entry->rows);
+              (long long)k3_row_ranges_count(&entry->rows), (long long)entry->rows.rows);
     }
-    K3_TRY(k3_content_put_crc(writer->partial, writer->file, spec->path, entry->ranges[0].crc));
-    writer->digest = k3_content_add(writer->digest, spec, entry->type, entry->ranges[0].crc);
+    K3_TRY(k3_content_put_crc(writer->partial, writer->file, spec->path, entry->rows.ranges[0].crc));
+    writer->digest = k3_content_add(writer->digest, spec, entry->type, entry->rows.ranges[0].crc);
   }
   return k3_content_put_digest(writer->partial, writer->file, writer->digest);
 }
@@ -656,7 +604,7 @@ void k3_model_writer_close(K3ModelWriter *writer)
   if (discard && writer->file >= 0) discard_writes(writer->file);
   if (writer->layers >= 0) H5Gclose(writer->layers);
   if (writer->file >= 0) H5Fclose(writer->file);
-  for (int64_t i = 0; i < writer->count; i++) free(writer->written[i].ranges);
+  for (int64_t i = 0; i < writer->count; i++) k3_row_ranges_free(&writer->written[i].rows);
   free(writer->written);
   k3_model_journal_close(writer->journal);
   pthread_mutex_destroy(&writer->lock);
