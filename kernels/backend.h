@@ -174,6 +174,7 @@ struct K3Cuda {
 
   /* Scratch. H, C, R, L, E as in the config. */
   float *p, *bank, *branch; /* [H], [snapshots, H], [H] a sublayer's output */
+  float *mixed, *mix;       /* [watch_rows, H], [watch_rows, K3_NORM_MIX] the bank's part for each sublayer (norm.h) */
   K3CudaVector x;           /* [H]; values or scales go to a row of `watch` */
   float *watch;             /* [watch_rows, watch_width] the normed inputs of all sublayers, and of the head */
   int64_t watch_rows, watch_width;

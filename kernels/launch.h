@@ -9,7 +9,7 @@
  * where k3_wait() (kernels/wait.cuh) is cudaGridDependencySynchronize() and then
  * cudaTriggerProgrammaticLaunchCompletion(), in this order and in every block. As the trigger comes after the wait, the
  * successor of such a kernel knows when it starts that all kernels but its immediate predecessor are complete. Kernels whose
- * successors read nothing but weights before their wait (the products, gate_up) call k3_wait_early(), the other order, which
+ * successors read nothing but weights before their wait (the norm, the products, gate_up) call k3_wait_early(), the other order, which
  * promises nothing at the start; the wait itself always means that all kernels before are complete.
  * The one kernel that reads step data before its wait is the norm (K3CudaNorm.early): between it and the kernel that wrote
  * them must be a kernel with k3_wait() (the KDA or MLA kernels, down) and one more. Data of a predecessor

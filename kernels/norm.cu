@@ -1,13 +1,16 @@
-/* Attention residual + RMS norm + quantise. See norm.h. Layer: backend (CUDA).
+/* Attention residual + RMS norm + quantise. See norm.h. Layer: backend (CUDA). Twins: k3_host_attn_res, k3_host_rms.
  *
- * Grid: one cluster of 8 blocks, each with an eighth of the vector, four values a thread; sums meet through
- * distributed shared memory, two cluster barriers in all. Reads (banked + 4) * n * 4 bytes, most of them before the wait.
- * Bound: latency. Twins: k3_host_attn_res, k3_host_rms. */
+ * bank_kernel: a cluster of 8 blocks for each sublayer, each with an eighth of the vector, four values a thread; sums meet through
+ * distributed shared memory. Reads the bank once a sublayer, from L2. Bound: latency, once in attn_res_block_size layers.
+ * norm_kernel: one such cluster. The branch is all that it reads after the wait, and its blocks meet once: three sums of each warp
+ * go to every block by st.async, which needs no barrier of the cluster (whose release waits for all its stores, 1 us under load).
+ * Reads 6 * n * 4 bytes. Bound: latency. */
 #include "kernels/norm.h"
 
 #include <cooperative_groups.h>
 
 #include "kernels/gemv.cuh"
+#include "kernels/hopper.cuh"
 #include "kernels/wait.cuh"
 
 namespace {
@@ -15,18 +18,13 @@ namespace {
 using namespace k3;
 namespace cg = cooperative_groups;
 
-enum { CLUSTER = 8, MOST_THREADS = 1024, HELD = 8 /* banked vectors in registers */ };
-
-struct Sums {
-  float dot[K3_NORM_BANK + 1], square[K3_NORM_BANK + 1]; /* of each banked vector; the last used: p' */
-  float h;
-};
+enum { CLUSTER = 8, MOST_THREADS = 1024, HELD = 8 /* banked vectors at a time */ };
 
 struct Shared {
-  Sums from[CLUSTER];           /* written by each block of the cluster */
-  float warp[2 * HELD + 2][33];
-  float weight[K3_NORM_BANK + 1];
-  float scale;
+  float2 from[CLUSTER][K3_NORM_BANK]; /* {v · score, v · v}, written by each block of the cluster */
+  float2 warp[HELD][32];
+  float weight[K3_NORM_BANK];
+  float square[CLUSTER];
 };
 
 __device__ __forceinline__ float warp_sum(float v)
@@ -46,156 +44,187 @@ __device__ __forceinline__ float dot(const float4 &a, const float4 &b)
   return fmaf(a.x, b.x, fmaf(a.y, b.y, fmaf(a.z, b.z, a.w * b.w)));
 }
 
-/* This thread's two parts for one vector, to the warp's place. */
-__device__ __forceinline__ void part_sums(Shared &s, int slot, const float4 &v, const float4 &score)
-{
-  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  float d = warp_sum(dot(v, score)), q = warp_sum(dot(v, v));
-  if (lane == 0) {
-    s.warp[2 * slot][warp] = d;
-    s.warp[2 * slot + 1][warp] = q;
-  }
-}
-
-/* After a barrier: thread t < 2 * count * CLUSTER sums one quantity over the warps and tells one block of the cluster. */
-__device__ __forceinline__ void tell(cg::cluster_group &cluster, Shared &s, int first, int slots)
-{
-  int warps = blockDim.x >> 5, me = (int)cluster.block_rank();
-  for (int t = threadIdx.x; t < 2 * slots * CLUSTER; t += blockDim.x) {
-    int quantity = t / CLUSTER, to = t % CLUSTER, slot = quantity >> 1;
-    float sum = 0;
-    for (int w = 0; w < warps; w++) sum += s.warp[quantity][w];
-    Sums *sums = &cluster.map_shared_rank(&s, to)->from[me];
-    if (quantity & 1) sums->square[first + slot] = sum;
-    else sums->dot[first + slot] = sum;
-  }
-}
-
-/* LONG: more banked vectors than registers hold; they are read twice. */
-template <bool LONG>
-__global__ void __launch_bounds__(MOST_THREADS, 1) norm_kernel(const __grid_constant__ K3CudaNorm a)
+__global__ void __launch_bounds__(MOST_THREADS, 1) bank_kernel(const __grid_constant__ K3CudaBank a)
 {
   __shared__ Shared s;
   cg::cluster_group cluster = cg::this_cluster();
+  const int sublayer = (int)blockIdx.x / CLUSTER, me = (int)cluster.block_rank();
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = (int)blockDim.x >> 5;
+  const int64_t part = (a.n / 4 + CLUSTER - 1) / CLUSTER; /* cells of four a block */
+  const int64_t at = (part * me + threadIdx.x) * 4;
+  const bool there = (int64_t)threadIdx.x < part && at < a.n;
+  const float4 score = there ? __ldg((const float4 *)(a.score[sublayer] + at)) : make_float4(0, 0, 0, 0);
+  k3_wait();
+
+  /* 1. Two sums of each vector, to every block of the cluster. */
+  cluster.sync(); /* all blocks of the cluster run before anyone writes into another */
+  for (int first = 0; first < a.banked; first += HELD) {
+    const int count = min((int)HELD, a.banked - first);
+    float4 held[HELD];
+#pragma unroll
+    for (int j = 0; j < HELD; j++) held[j] = load4(a.bank + (first + j) * a.n + at, there && j < count);
+#pragma unroll
+    for (int j = 0; j < HELD; j++) {
+      const float2 sums = make_float2(warp_sum(dot(held[j], score)), warp_sum(dot(held[j], held[j])));
+      if (lane == 0) s.warp[j][warp] = sums;
+    }
+    __syncthreads();
+    for (int t = threadIdx.x; t < count * CLUSTER; t += blockDim.x) {
+      float2 sums = make_float2(0, 0);
+      for (int w = 0; w < warps; w++) sums.x += s.warp[t / CLUSTER][w].x, sums.y += s.warp[t / CLUSTER][w].y;
+      cluster.map_shared_rank(&s, t % CLUSTER)->from[me][first + t / CLUSTER] = sums;
+    }
+    __syncthreads();
+  }
+  cluster.sync();
+
+  /* 2. Scores and weights: warp 0 of every block alike. */
+  if (warp == 0) {
+    float most = -INFINITY, total = 0, value[K3_NORM_BANK / 32];
+#pragma unroll
+    for (int k = 0; k < K3_NORM_BANK / 32; k++) {
+      const int j = lane + 32 * k;
+      value[k] = -INFINITY;
+      if (j < a.banked) {
+        float d = 0, q = 0;
+#pragma unroll
+        for (int c = 0; c < CLUSTER; c++) d += s.from[c][j].x, q += s.from[c][j].y;
+        value[k] = d / sqrtf(q / (float)a.n + a.eps);
+      }
+      most = max_nan(most, value[k]);
+    }
+#pragma unroll
+    for (int o = 16; o; o >>= 1) most = max_nan(most, __shfl_xor_sync(0xffffffffu, most, o));
+#pragma unroll
+    for (int k = 0; k < K3_NORM_BANK / 32; k++) {
+      const int j = lane + 32 * k;
+      const float weight = j < a.banked ? expf(value[k] - most) : 0.0f;
+      s.weight[j] = weight;
+      total += weight;
+    }
+    total = warp_sum(total);
+    if (me == 0 && lane == 0) a.mix[K3_NORM_MIX * sublayer] = most, a.mix[K3_NORM_MIX * sublayer + 1] = total;
+  }
+  __syncthreads();
+
+  /* 3. The weighted sum. */
+  float4 sum = make_float4(0, 0, 0, 0);
+  for (int first = 0; first < a.banked; first += HELD) {
+#pragma unroll
+    for (int j = 0; j < HELD; j++) {
+      if (first + j >= a.banked) break;
+      const float4 v = load4(a.bank + (first + j) * a.n + at, there);
+      const float w = s.weight[first + j];
+      sum.x = fmaf(w, v.x, sum.x), sum.y = fmaf(w, v.y, sum.y), sum.z = fmaf(w, v.z, sum.z), sum.w = fmaf(w, v.w, sum.w);
+    }
+  }
+  if (there) *(float4 *)(a.mixed + sublayer * a.n + at) = sum;
+
+  /* 4. Its square. */
+  const float square = warp_sum(dot(sum, sum));
+  if (lane == 0) s.warp[0][warp].x = square;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    float total = 0;
+    for (int w = 0; w < warps; w++) total += s.warp[0][w].x;
+    cluster.map_shared_rank(&s, 0)->square[me] = total;
+  }
+  cluster.sync();
+  if (me == 0 && threadIdx.x == 0) {
+    float total = 0;
+    for (int c = 0; c < CLUSTER; c++) total += s.square[c];
+    a.mix[K3_NORM_MIX * sublayer + 2] = total;
+  }
+}
+
+/* Sums that all warps of the cluster send to all its blocks. */
+struct Meeting {
+  float sum[3][CLUSTER * MOST_THREADS / 32];
+};
+
+/* Sums over the cluster, the same in every thread of every block: each adds them up in the same order. */
+__device__ __forceinline__ void meet(Meeting &meeting, uint32_t barrier, int me, int count, float *sums)
+{
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = (int)blockDim.x >> 5;
+#pragma unroll
+  for (int k = 0; k < 3; k++) {
+    if (k >= count) break;
+    const float sum = warp_sum(sums[k]);
+    if (lane < CLUSTER) send_to(&meeting.sum[k][me * warps + warp], barrier, (uint32_t)lane, sum);
+  }
+  barrier_wait(barrier, 0); /* all that others send to this block has come, so it may end */
+#pragma unroll
+  for (int k = 0; k < 3; k++) {
+    if (k >= count) break;
+    float sum = 0;
+    for (int i = lane; i < CLUSTER * warps; i += 32) sum += meeting.sum[k][i];
+    sums[k] = warp_sum(sum);
+  }
+}
+
+__global__ void __launch_bounds__(MOST_THREADS, 1) norm_kernel(const __grid_constant__ K3CudaNorm a)
+{
+  __shared__ Meeting meeting, second;
+  __shared__ __align__(8) uint64_t barriers[2];
+  const int me = (int)blockIdx.x;
+  const uint32_t warps = blockDim.x >> 5, met = shared_address(&barriers[0]), met_again = shared_address(&barriers[1]);
+  if (threadIdx.x == 0) {
+    barrier_init(met, 1), barrier_init(met_again, 1);
+    barrier_init_fence();
+    barrier_expect(met, 3 * 4 * CLUSTER * warps);
+    barrier_expect(met_again, 4 * CLUSTER * warps);
+  }
+  cluster_arrive(); /* all blocks of the cluster run: waited for before the first store to another */
   int64_t part = (a.n / 4 + CLUSTER - 1) / CLUSTER; /* cells of four a block, whole blocks of 32 */
   part = (part + 7) / 8 * 8;
-  int64_t cell4 = part * cluster.block_rank() + threadIdx.x, at = cell4 * 4;
-  bool there = (int64_t)threadIdx.x < part && at < a.n;
-  float4 score = make_float4(0, 0, 0, 0), norm, p = score, held[HELD];
+  const int64_t at = (part * me + threadIdx.x) * 4;
+  const bool there = (int64_t)threadIdx.x < part && at < a.n, joins = a.branch && a.replace;
 
   /* 1. What is known before the predecessor ends. */
-  if (a.banked) score = there ? __ldg((const float4 *)(a.score + at)) : score;
-  norm = there ? __ldg((const float4 *)(a.norm + at)) : make_float4(0, 0, 0, 0);
+  const float4 zero = make_float4(0, 0, 0, 0), norm = there ? __ldg((const float4 *)(a.norm + at)) : zero;
+  const float4 score = there && a.mixed ? __ldg((const float4 *)(a.score + at)) : zero;
   if (!a.early) k3_wait();
-  if (!(a.replace && a.branch)) p = load4(a.p + at, there);
-  if (!LONG) {
-#pragma unroll
-    for (int j = 0; j < HELD; j++)
-      if (j < a.banked) held[j] = load4(a.bank + j * a.n + at, there);
-  }
-  /* all blocks of the cluster run before anyone writes into another */
-  cluster.sync();
-  if (!LONG) {
-#pragma unroll
-    for (int j = 0; j < HELD; j++)
-      if (j < a.banked) part_sums(s, j, held[j], score);
-    __syncthreads();
-    tell(cluster, s, 0, a.banked);
-  } else {
-    for (int first = 0; first < a.banked; first += HELD) {
-      int count = min((int)HELD, a.banked - first);
-      for (int j = 0; j < count; j++) part_sums(s, j, load4(a.bank + (first + j) * a.n + at, there), score);
-      __syncthreads();
-      tell(cluster, s, first, count);
-      __syncthreads();
-    }
-  }
-  if (a.early) k3_wait();
+  const float4 bank = load4(a.mixed + at, there && a.mixed);
+  const float most_banked = a.mixed ? __ldcg(a.mix) : -INFINITY, weight_banked = a.mixed ? __ldcg(a.mix + 1) : 0.0f;
+  const float square_banked = a.mixed ? __ldcg(a.mix + 2) : 0.0f;
+  float4 p = load4(a.p + at, there && !joins);
+  if (a.early) k3_wait_early(); /* the product behind it starts as the predecessor ends, not 1 us later */
 
-  /* 2. p' and its sums. */
-  if (a.branch) {
-    float4 b = load4(a.branch + at, there);
-    if (a.replace) p = b;
-    else p.x += b.x, p.y += b.y, p.z += b.z, p.w += b.w;
-    if (there) *(float4 *)(a.p + at) = p;
-  }
-  if (there && a.append) *(float4 *)(a.bank + a.banked * a.n + at) = p;
-  float4 h = p;
-  if (a.banked) {
-    __syncthreads();
-    part_sums(s, 0, p, score);
-    __syncthreads();
-    tell(cluster, s, a.banked, 1);
-    cluster.sync();
+  /* 2. p' and the sums. */
+  const float4 branch = load4(a.branch + at, there && a.branch);
+  p.x += branch.x, p.y += branch.y, p.z += branch.z, p.w += branch.w;
+  float sums[3] = {dot(p, p), dot(p, score), dot(p, bank)};
+  cluster_wait();
+  meet(meeting, met, me, 3, sums);
+  if (there && a.branch) *(float4 *)(a.p + at) = p;
+  if (there && a.banked) *(float4 *)(a.banked + at) = p;
 
-    /* 3. Scores, softmax, mix: warp 0 of every block alike. */
-    if (threadIdx.x < 32) {
-      int lane = threadIdx.x, count = a.banked + 1;
-      float most = -INFINITY, total = 0, value[3];
-#pragma unroll
-      for (int k = 0; k < 3; k++) {
-        int j = lane + 32 * k;
-        value[k] = -INFINITY;
-        if (j < count) {
-          float d = 0, q = 0;
-#pragma unroll
-          for (int c = 0; c < CLUSTER; c++) d += s.from[c].dot[j], q += s.from[c].square[j];
-          value[k] = d / sqrtf(q / (float)a.n + a.res_eps);
-        }
-        most = max_nan(most, value[k]);
-      }
-#pragma unroll
-      for (int o = 16; o; o >>= 1) most = max_nan(most, __shfl_xor_sync(0xffffffffu, most, o));
-#pragma unroll
-      for (int k = 0; k < 3; k++) {
-        value[k] = lane + 32 * k < count ? expf(value[k] - most) : 0.0f;
-        total += value[k];
-      }
-      total = warp_sum(total);
-#pragma unroll
-      for (int k = 0; k < 3; k++)
-        if (lane + 32 * k < count) s.weight[lane + 32 * k] = value[k] / total;
-    }
-    __syncthreads();
-    float w = s.weight[a.banked];
-    h.x *= w, h.y *= w, h.z *= w, h.w *= w;
-    if (!LONG) {
-#pragma unroll
-      for (int j = 0; j < HELD; j++)
-        if (j < a.banked) {
-          float u = s.weight[j];
-          h.x = fmaf(u, held[j].x, h.x), h.y = fmaf(u, held[j].y, h.y);
-          h.z = fmaf(u, held[j].z, h.z), h.w = fmaf(u, held[j].w, h.w);
-        }
-    } else {
-      for (int j = 0; j < a.banked; j++) {
-        float4 v = load4(a.bank + j * a.n + at, there);
-        float u = s.weight[j];
-        h.x = fmaf(u, v.x, h.x), h.y = fmaf(u, v.y, h.y), h.z = fmaf(u, v.z, h.z), h.w = fmaf(u, v.w, h.w);
-      }
-    }
+  /* 3. h = of_bank · bank + of_p · p', and |h|² from the sums; where it is small beside its terms, from h itself. */
+  const float n = (float)a.n;
+  float of_bank = 0.0f, of_p = 1.0f;
+  if (a.mixed) {
+    const float value = sums[1] / sqrtf(sums[0] / n + a.res_eps), most = max_nan(value, most_banked);
+    of_bank = expf(most_banked - most), of_p = expf(value - most);
+    const float total = fmaf(of_bank, weight_banked, of_p);
+    of_bank /= total, of_p /= total;
+  }
+  const float4 h = make_float4(fmaf(of_bank, bank.x, of_p * p.x), fmaf(of_bank, bank.y, of_p * p.y),
+                               fmaf(of_bank, bank.z, of_p * p.z), fmaf(of_bank, bank.w, of_p * p.w));
+  const float apart = fmaf(of_bank * of_bank, square_banked, of_p * of_p * sums[0]);
+  float square = fmaf(2.0f * of_bank * of_p, sums[2], apart);
+  if (square < 0.25f * apart) {
+    sums[0] = dot(h, h);
+    meet(second, met_again, me, 1, sums);
+    square = sums[0];
   }
 
-  /* 4. The norm of h over the cluster. */
-  __syncthreads();
-  float q = warp_sum(dot(h, h));
-  if ((threadIdx.x & 31) == 0) s.warp[0][threadIdx.x >> 5] = q;
-  __syncthreads();
-  if (threadIdx.x < CLUSTER) {
-    float sum = 0;
-    for (int w = 0; w < (int)(blockDim.x >> 5); w++) sum += s.warp[0][w];
-    cluster.map_shared_rank(&s, (int)threadIdx.x)->from[cluster.block_rank()].h = sum;
-  }
-  cluster.sync();
-  float square = 0;
-#pragma unroll
-  for (int c = 0; c < CLUSTER; c++) square += s.from[c].h;
-  float scale = 1.0f / sqrtf(square / (float)a.n + a.eps);
-  float v[4] = {h.x * scale * norm.x, h.y * scale * norm.y, h.z * scale * norm.z, h.w * scale * norm.w};
+  /* 4. x. */
+  const float scale = 1.0f / sqrtf(square / n + a.eps);
+  const float v[4] = {h.x * scale * norm.x, h.y * scale * norm.y, h.z * scale * norm.z, h.w * scale * norm.w};
   if (there && a.x.values) *(float4 *)(a.x.values + at) = make_float4(v[0], v[1], v[2], v[3]);
   if (a.x.codes) {
     float block_scale, unused;
-    Codes4 codes = quantise4(v, false, &block_scale, &unused);
+    const Codes4 codes = quantise4(v, false, &block_scale, &unused);
     if (there) {
       *(uint32_t *)(a.x.codes + at) = codes.high;
       *(uint32_t *)(a.x.codes + a.n + at) = codes.low;
@@ -213,24 +242,33 @@ __global__ void score_kernel(const float *a, const float *b, int64_t n, float *s
 
 } /* namespace */
 
+K3Status k3_cuda_mix_bank(const K3CudaLaunch *launch, const K3CudaBank *bank)
+{
+  K3CudaBank a = *bank;
+  const int64_t most = (int64_t)CLUSTER * MOST_THREADS * 4;
+  if (a.n < 4 || a.n % 4 || a.n > most)
+    K3_FAIL(K3_ERR_INPUT, "bank of layer %lld: vectors of %lld; multiples of 4 up to %lld are possible",
+            (long long)launch->layer, (long long)a.n, (long long)most);
+  if (a.banked < 1 || a.banked > K3_NORM_BANK || a.count < 1 || a.count > K3_NORM_SUBLAYERS)
+    K3_FAIL(K3_ERR_INPUT, "bank of layer %lld: %d vectors for %d sublayers; at most %d and %d are possible",
+            (long long)launch->layer, a.banked, a.count, K3_NORM_BANK, K3_NORM_SUBLAYERS);
+  const int64_t part = (a.n / 4 + CLUSTER - 1) / CLUSTER;
+  void *arguments[] = {&a};
+  return k3_cuda_launch_kernel(launch, "bank_kernel", (const void *)bank_kernel, (unsigned)(a.count * CLUSTER),
+                               (unsigned)((part + 31) / 32 * 32), CLUSTER, 0, arguments);
+}
+
 K3Status k3_cuda_norm(const K3CudaLaunch *launch, const K3CudaNorm *norm)
 {
   K3CudaNorm a = *norm;
-  int64_t most = (int64_t)CLUSTER * MOST_THREADS * 4;
+  const int64_t most = (int64_t)CLUSTER * MOST_THREADS * 4;
   if (a.n < 4 || a.n % 4 || a.n > most || (a.x.codes && a.n % 32))
     K3_FAIL(K3_ERR_INPUT, "norm of layer %lld, phase %s: a vector of %lld; multiples of %d up to %lld are possible",
             (long long)launch->layer, launch->phase, (long long)a.n, a.x.codes ? 32 : 4, (long long)most);
-  if (a.banked < 0 || a.banked + (a.append != 0) > K3_NORM_BANK)
-    K3_FAIL(K3_ERR_INPUT, "norm of layer %lld: %d banked vectors; at most %d are possible", (long long)launch->layer,
-            a.banked, K3_NORM_BANK);
-  int64_t part = ((a.n / 4 + CLUSTER - 1) / CLUSTER + 7) / 8 * 8;
-  unsigned threads = (unsigned)((part + 31) / 32 * 32);
+  const int64_t part = ((a.n / 4 + CLUSTER - 1) / CLUSTER + 7) / 8 * 8;
   void *arguments[] = {&a};
-  if (a.banked > HELD)
-    return k3_cuda_launch_kernel(launch, "norm_long_kernel", (const void *)norm_kernel<true>, CLUSTER, threads, CLUSTER, 0,
-                                 arguments);
-  return k3_cuda_launch_kernel(launch, "norm_kernel", (const void *)norm_kernel<false>, CLUSTER, threads, CLUSTER, 0,
-                               arguments);
+  return k3_cuda_launch_kernel(launch, "norm_kernel", (const void *)norm_kernel, CLUSTER, (unsigned)((part + 31) / 32 * 32), CLUSTER,
+                               0, arguments);
 }
 
 K3Status k3_cuda_norm_score(const K3CudaLaunch *launch, const float *a, const float *b, int64_t n, float *score)

@@ -307,6 +307,8 @@ K3Status k3_cuda_place_state(K3Cuda *cuda, K3CudaPool *pool)
   K3_TRY(place_layers(cuda, pool));
   K3_TRY(take_floats(pool, hidden, &cuda->p));
   K3_TRY(take_floats(pool, cuda->snapshots * hidden, &cuda->bank));
+  K3_TRY(take_floats(pool, (2 * c->num_layers + 1) * hidden, &cuda->mixed));
+  K3_TRY(take_floats(pool, (2 * c->num_layers + 1) * K3_NORM_MIX, &cuda->mix));
   K3_TRY(take_floats(pool, hidden, &cuda->branch));
   K3_TRY(take_vector(pool, hidden, &cuda->x));
   if (cuda->exact || hidden % 32) cuda->x.codes = NULL;

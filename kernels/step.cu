@@ -54,18 +54,44 @@ static K3Status mix_and_norm(K3Cuda *cuda, int64_t layer, int64_t s, const float
   K3CudaNorm a;
   memset(&a, 0, sizeof a);
   a.n = cuda->config->hidden_size;
-  a.banked = (int)residual.banked;
-  a.bank = cuda->bank;
+  if (residual.banked) {
+    a.mixed = cuda->mixed + s * a.n;
+    a.mix = cuda->mix + s * K3_NORM_MIX;
+  }
+  if (residual.append) a.banked = cuda->bank + residual.banked * a.n;
   a.p = cuda->p;
   a.branch = residual.first ? NULL : cuda->branch;
   a.replace = residual.replace;
-  a.append = residual.append;
   a.early = !residual.first && !residual.late; /* the kernel before wrote the branch alone */
   a.score = score;
   a.norm = k3_cuda_tensor(cuda, layer, norm)->vector;
   a.res_eps = a.eps = (float)cuda->config->rms_norm_eps;
   a.x = watched(cuda, s);
   return k3_cuda_norm(&cuda->launch, &a);
+}
+
+/* The bank grows in layers 0, B, 2B … of blocks of B; sublayers 2i + 1 … 2(i + B) meet what layer i has left. */
+K3Status k3_step_mix_bank(K3Cuda *cuda, int64_t i)
+{
+  const K3Config *c = cuda->config;
+  int64_t block = c->attn_res_block_size, head = 2 * c->num_layers, last = 2 * (i + block) < head ? 2 * (i + block) : head;
+  if (i % block != 0) return K3_OK;
+  for (int64_t first = 2 * i + 1; first <= last; first += K3_NORM_SUBLAYERS) {
+    K3CudaBank a;
+    memset(&a, 0, sizeof a);
+    a.n = c->hidden_size;
+    a.banked = (int)(i / block) + 1;
+    a.bank = cuda->bank;
+    a.eps = (float)c->rms_norm_eps;
+    for (int64_t s = first; s <= last && a.count < K3_NORM_SUBLAYERS; s++)
+      a.score[a.count++] = s == head  ? cuda->output_score
+                           : s % 2 != 0 ? cuda->layers[s / 2].ffn_score
+                                        : cuda->layers[s / 2].attention_score;
+    a.mixed = cuda->mixed + first * a.n;
+    a.mix = cuda->mix + first * K3_NORM_MIX;
+    K3_TRY(k3_cuda_mix_bank(&cuda->launch, &a));
+  }
+  return K3_OK;
 }
 
 /* --- the layer ------------------------------------------------------------------------------------------------------ */

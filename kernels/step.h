@@ -44,4 +44,8 @@ K3Status k3_step_attend_mla(K3Cuda *cuda, int64_t layer, K3CudaVector x);
 K3Status k3_step_feed_dense(K3Cuda *cuda, int64_t layer, K3CudaVector x);
 K3Status k3_step_feed_moe(K3Cuda *cuda, int64_t layer, K3CudaVector x);
 
+/* Behind the first product of layer i's attention: where its norm has added to the bank, the bank's part for the sublayers that
+ * follow. */
+K3Status k3_step_mix_bank(K3Cuda *cuda, int64_t i);
+
 #endif

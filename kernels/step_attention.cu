@@ -22,6 +22,7 @@ K3Status k3_step_attend_kda(K3Cuda *cuda, int64_t i, K3CudaVector x)
   int64_t heads = k3_cuda_own(cuda, K3_SHARE_KDA_HEADS), channels = heads * c->kda_head_dim;
   float *y = cuda->projected; /* q, k, v, gate [channels] each, f_a [D], beta [heads] */
   K3_TRY(k3_step_multiply_group(cuda, &layer->attention, k3_step_vector(x, c->hidden_size), y));
+  K3_TRY(k3_step_mix_bank(cuda, i));
 
   K3CudaKda kda;
   memset(&kda, 0, sizeof kda);
@@ -199,6 +200,7 @@ K3Status k3_step_attend_mla(K3Cuda *cuda, int64_t i, K3CudaVector x)
   int64_t own = k3_cuda_own(cuda, K3_SHARE_MLA_HEADS), width = k3_config_cache_width(c);
   float *q_a = cuda->projected, *kv = q_a + c->q_lora_rank, *gate = kv + width;
   K3_TRY(k3_step_multiply_group(cuda, &layer->attention, k3_step_vector(x, c->hidden_size), cuda->projected));
+  K3_TRY(k3_step_mix_bank(cuda, i));
   K3_TRY(k3_step_multiply(cuda, i, K3_ROLE_Q_B_PROJ,
                           k3_step_rms(q_a, k3_cuda_tensor(cuda, i, K3_ROLE_Q_A_NORM)->vector, c->low_rank_norm_eps,
                                       c->q_lora_rank, 0, c->q_lora_rank),

@@ -224,50 +224,117 @@ static void check_router(K3Table *table, int experts, int chosen, int levels, in
 
 /* ---------------------------------------------------------------- norm */
 
+enum { SUBLAYERS = 3, OWN = 1 /* the one of them that is normed */ };
+
+/* Scores over the bank and, where `v` is not NULL, over v: h, or the bank's part (most, total, the weighted sum). */
+static void ref_mix(const float *bank, int banked, const double *v, const float *w, const float *u, int64_t n, double *most,
+                    double *total, double *h)
+{
+  double score[K3_NORM_BANK + 1];
+  int all = banked + (v != NULL);
+  *most = -INFINITY, *total = 0;
+  for (int j = 0; j < all; j++) {
+    double dot = 0, q = 0;
+    for (int64_t i = 0; i < n; i++) {
+      double x = j < banked ? (double)bank[j * n + i] : v[i];
+      dot += (double)u[i] * w[i] * x;
+      q += x * x;
+    }
+    score[j] = dot / sqrt(q / (double)n + 1e-5);
+    *most = fmax(*most, score[j]);
+  }
+  for (int j = 0; j < all; j++) *total += exp(score[j] - *most);
+  for (int64_t i = 0; i < n; i++) h[i] = 0;
+  for (int j = 0; j < all; j++)
+    for (int64_t i = 0; i < n; i++) h[i] += exp(score[j] - *most) * (j < banked ? (double)bank[j * n + i] : v[i]);
+}
+
+static K3Status work_bank(void *context, const K3CudaLaunch *launch, int set)
+{
+  (void)set;
+  return k3_cuda_mix_bank(launch, (K3CudaBank *)context);
+}
+
 static K3Status work_norm(void *context, const K3CudaLaunch *launch, int set)
 {
   (void)set;
   return k3_cuda_norm(launch, (K3CudaNorm *)context);
 }
 
-static void check_norm(K3Table *table, int64_t n, int banked, int branch, int replace, int append)
+/* The bank's part for all sublayers, left on the device; w, u [SUBLAYERS][n]. */
+static void check_bank(K3Table *table, K3CudaBank *mix, const float *bank, const float *w, const float *u, const char *shape)
 {
-  float *bank = k3_table_floats(table, (banked + 1) * n, 1.0), *p = k3_table_floats(table, n, 2.0), *b = k3_table_floats(table, n, 1.0);
-  float *w = k3_table_floats(table, n, 1.0), *u = k3_table_floats(table, n, 0.7 / sqrt((double)n)), *norm = k3_table_floats(table, n, 1.0);
-  double *after = (double *)malloc((size_t)n * 8), *h = (double *)calloc((size_t)n, 8), *x = (double *)malloc((size_t)n * 8);
-  double score[K3_NORM_BANK + 1], most = -INFINITY, total = 0, square = 0;
-  for (int64_t i = 0; i < n; i++) after[i] = branch ? (replace ? (double)b[i] : (double)p[i] + b[i]) : p[i];
-  for (int j = 0; j <= banked; j++) {
-    double dot = 0, q = 0;
-    for (int64_t i = 0; i < n; i++) {
-      double v = j < banked ? (double)bank[j * n + i] : after[i];
-      dot += (double)u[i] * w[i] * v;
-      q += v * v;
-    }
-    score[j] = dot / sqrt(q / (double)n + 1e-5);
-    most = fmax(most, score[j]);
-  }
-  for (int j = 0; j <= banked; j++) total += exp(score[j] - most);
-  for (int j = 0; j <= banked; j++)
-    for (int64_t i = 0; i < n; i++)
-      h[i] += exp(score[j] - most) / total * (j < banked ? (double)bank[j * n + i] : after[i]);
-  for (int64_t i = 0; i < n; i++) square += h[i] * h[i];
-  for (int64_t i = 0; i < n; i++) x[i] = norm[i] * h[i] / sqrt(square / (double)n + 1e-6);
-  K3CudaNorm a;
-  memset(&a, 0, sizeof a);
-  float *d_w = (float *)k3_table_upload(w, n * 4), *d_u = (float *)k3_table_upload(u, n * 4), *d_score = (float *)k3_table_poisoned(n * 4);
+  int64_t n = mix->n;
+  double error = 0, control = INFINITY, *h = (double *)malloc((size_t)n * 8), most, total;
   K3CudaUse use;
   K3CudaLaunch launch = plain_launch(table, &use);
-  K3_CHECK_STATUS(k3_cuda_norm_score(&launch, d_w, d_u, n, d_score));
+  for (int pass = 1; pass >= 0; pass--) { /* control first: one element moved */
+    float element = bank[n / 2] + 0.5f * (float)pass;
+    K3_CHECK_CUDA(cudaMemcpy((float *)mix->bank + n / 2, &element, 4, cudaMemcpyHostToDevice));
+    K3_CHECK_CUDA(cudaMemset(mix->mixed, 0xff, (size_t)(SUBLAYERS * n) * 4));
+    K3_CHECK_CUDA(cudaMemset(mix->mix, 0xff, SUBLAYERS * K3_NORM_MIX * 4));
+    K3_CHECK_STATUS(k3_cuda_mix_bank(&launch, mix));
+    float *got = (float *)k3_table_download(mix->mixed, SUBLAYERS * n * 4);
+    float *sums = (float *)k3_table_download(mix->mix, SUBLAYERS * K3_NORM_MIX * 4);
+    for (int k = 0; k < SUBLAYERS; k++) {
+      double square = 0;
+      ref_mix(bank, mix->banked, NULL, w + k * n, u + k * n, n, &most, &total, h);
+      for (int64_t i = 0; i < n; i++) square += h[i] * h[i];
+      double want[K3_NORM_MIX] = {most, total, square}, e = k3_table_error(got + k * n, h, n);
+      for (int i = 0; i < K3_NORM_MIX; i++) e = fmax(e, fabs(sums[k * K3_NORM_MIX + i] - want[i]) / fmax(1, fabs(want[i])));
+      if (pass) control = fmin(control, e);
+      else if (!(e <= error) || sums[k * K3_NORM_MIX] != sums[k * K3_NORM_MIX]) error = e;
+    }
+    free(got), free(sums);
+  }
+  double us = table->time ? k3_table_microseconds(table, work_bank, mix, 1, 20) : 0;
+  k3_table_row(table, shape, error, FLOAT_ALLOWED, control, &use, us, (mix->banked + 2.0) * SUBLAYERS * (double)n * 4);
+  free(h);
+}
+
+/* opposed: p' nearly cancels the bank's part, so that |h|² is small beside its terms. */
+static void check_norm(K3Table *table, int64_t n, int banked, int branch, int replace, int append, int opposed)
+{
+  float *bank = k3_table_floats(table, (banked + 1) * n, 1.0), *p = k3_table_floats(table, n, 2.0), *b = k3_table_floats(table, n, 1.0);
+  float *w = k3_table_floats(table, SUBLAYERS * n, 1.0), *u = k3_table_floats(table, SUBLAYERS * n, (opposed ? 1e-3 : 0.7) / sqrt((double)n));
+  float *norm = k3_table_floats(table, n, 1.0);
+  double *after = (double *)malloc((size_t)n * 8), *h = (double *)calloc((size_t)n, 8), *x = (double *)malloc((size_t)n * 8);
+  double most, total, square = 0;
+  for (int64_t i = 0; i < n && opposed; i++) { /* weights are near 1 each: h is about a hundredth of them */
+    double sum = 0;
+    for (int j = 0; j < banked; j++) sum += bank[j * n + i];
+    b[i] = (float)(-sum) + 0.01f * b[i] - (replace ? 0.0f : p[i]);
+  }
+  for (int64_t i = 0; i < n; i++) after[i] = branch ? (replace ? (double)b[i] : (double)p[i] + b[i]) : p[i];
+  ref_mix(bank, banked, after, w + OWN * n, u + OWN * n, n, &most, &total, h);
+  for (int64_t i = 0; i < n; i++) h[i] /= total, square += h[i] * h[i];
+  for (int64_t i = 0; i < n; i++) x[i] = norm[i] * h[i] / sqrt(square / (double)n + 1e-6);
+  char shape[64];
+  snprintf(shape, sizeof shape, "%lld bank %d%s%s%s%s", (long long)n, banked, branch ? " +branch" : "", replace ? " replace" : "",
+           append ? " append" : "", opposed ? " opposed" : "");
+  float *d_w = (float *)k3_table_upload(w, SUBLAYERS * n * 4), *d_u = (float *)k3_table_upload(u, SUBLAYERS * n * 4);
+  float *d_score = (float *)k3_table_poisoned(SUBLAYERS * n * 4);
+  K3CudaUse use;
+  K3CudaLaunch launch = plain_launch(table, &use);
+  K3_CHECK_STATUS(k3_cuda_norm_score(&launch, d_w, d_u, SUBLAYERS * n, d_score));
+  K3CudaBank mix;
+  memset(&mix, 0, sizeof mix);
+  mix.n = n, mix.banked = banked, mix.count = SUBLAYERS, mix.eps = 1e-5f;
+  mix.bank = (float *)k3_table_upload(bank, (banked + 1) * n * 4);
+  mix.mixed = (float *)k3_table_poisoned(SUBLAYERS * n * 4), mix.mix = (float *)k3_table_poisoned(SUBLAYERS * K3_NORM_MIX * 4);
+  for (int k = 0; k < SUBLAYERS; k++) mix.score[k] = d_score + k * n;
+  if (banked) check_bank(table, &mix, bank, w, u, shape);
+  K3CudaNorm a;
+  memset(&a, 0, sizeof a);
   a.n = n;
-  a.banked = banked;
-  a.bank = (float *)k3_table_upload(bank, (banked + 1) * n * 4);
+  a.mixed = banked ? mix.mixed + OWN * n : NULL;
+  a.mix = banked ? mix.mix + OWN * K3_NORM_MIX : NULL;
   a.p = (float *)k3_table_upload(p, n * 4);
+  a.banked = append ? (float *)mix.bank + banked * n : NULL;
   a.branch = branch ? (float *)k3_table_upload(b, n * 4) : NULL;
   a.replace = replace;
-  a.append = append;
   a.early = 1;
-  a.score = d_score;
+  a.score = banked ? d_score + OWN * n : NULL;
   a.norm = (float *)k3_table_upload(norm, n * 4);
   a.res_eps = 1e-5f;
   a.eps = 1e-6f;
@@ -286,7 +353,7 @@ static void check_norm(K3Table *table, int64_t n, int banked, int branch, int re
     K3_CHECK_CUDA(cudaDeviceSynchronize());
     K3_CHECK_STATUS(k3_cuda_norm(&launch, &a));
     float *got = (float *)k3_table_download(a.x.values, n * 4), *got_p = (float *)k3_table_download(a.p, n * 4);
-    float *got_bank = (float *)k3_table_download(a.bank, (banked + 1) * n * 4);
+    float *got_bank = (float *)k3_table_download(mix.bank, (banked + 1) * n * 4);
     double e = k3_table_error(got, x, n);
     if (pass) control = e;
     else {
@@ -305,11 +372,8 @@ static void check_norm(K3Table *table, int64_t n, int banked, int branch, int re
     free(got), free(got_p), free(got_bank);
   }
   double us = table->time ? k3_table_microseconds(table, work_norm, &a, 1, 20) : 0;
-  char shape[64];
-  snprintf(shape, sizeof shape, "%lld bank %d%s%s%s", (long long)n, banked, branch ? " +branch" : "", replace ? " replace" : "",
-           append ? " append" : "");
-  k3_table_row(table, shape, error, FLOAT_ALLOWED, control, &use, us, (banked + 7.0) * (double)n * 4);
-  if (a.x.codes) k3_table_row(table, "  its codes", code_error, CODES_ALLOWED, INFINITY, &use, 0, 0);
+  k3_table_row(table, shape, error, opposed ? 100 * FLOAT_ALLOWED : FLOAT_ALLOWED, control, &use, us, 7.0 * (double)n * 4);
+  if (a.x.codes) k3_table_row(table, "  its codes", code_error, opposed ? 100 * FLOAT_ALLOWED : CODES_ALLOWED, INFINITY, &use, 0, 0);
   free(bank), free(p), free(b), free(w), free(u), free(norm), free(after), free(h), free(x);
 }
 
@@ -435,15 +499,16 @@ int main(int argc, char **argv)
     check_router(&table, 33, 3, 2, 96);
   }
   if (!only || strcmp(only, "norm") == 0) {
-    check_norm(&table, 7168, 0, 0, 0, 0);
-    check_norm(&table, 7168, 0, 1, 0, 1);
-    check_norm(&table, 7168, 3, 1, 1, 0);
-    check_norm(&table, 7168, 8, 1, 0, 0);
-    check_norm(&table, 7168, 11, 1, 0, 1);
-    check_norm(&table, 1536, 0, 0, 0, 0);
-    check_norm(&table, 512, 1, 1, 1, 0);
-    check_norm(&table, 64, 2, 1, 0, 1);
-    check_norm(&table, 100, 2, 1, 0, 0);
+    check_norm(&table, 7168, 0, 0, 0, 0, 0);
+    check_norm(&table, 7168, 0, 1, 0, 1, 0);
+    check_norm(&table, 7168, 3, 1, 1, 0, 0);
+    check_norm(&table, 7168, 8, 1, 0, 0, 0);
+    check_norm(&table, 7168, 11, 1, 0, 1, 0);
+    check_norm(&table, 1536, 0, 0, 0, 0, 0);
+    check_norm(&table, 512, 1, 1, 1, 0, 0);
+    check_norm(&table, 64, 2, 1, 0, 1, 0);
+    check_norm(&table, 100, 2, 1, 0, 0, 0);
+    check_norm(&table, 7168, 2, 1, 1, 0, 1);
   }
   if (!only || strcmp(only, "linear") == 0)
     check_all_linear(&table);

@@ -36,7 +36,7 @@ enum { KNOBS = 4 * 2 + 2 };
 static int *knob(ChainLayer *l, int which)
 {
   K3CudaLinear *linear[4] = {&l->in, &l->out, &l->moe, &l->routed_up};
-  if (which < 8) return which % 2 == 0 ? &linear[which / 2]->blocks_per_sm : &linear[which / 2]->depth;
+  if (which < 8) return which % 2 == 0 ? &linear[which / 2]->blocks_per_sm : &linear[which / 2]->threads;
   return which == 8 ? &l->gate_up.threads : &l->down.threads;
 }
 
@@ -49,7 +49,7 @@ static void set_knob(Chain *chain, int which, int value)
 static void tune_chain(K3Table *table, Chain *chain)
 {
   static const char *names[4] = {"in", "o_proj", "moe", "routed_up"};
-  static const int values[3][4] = {{1, 2, -1}, {4, 6, 8, -1}, {512, 384, 256, -1}};
+  static const int values[3][4] = {{1, 2, -1}, {416, 352, 256, -1}, {512, 384, 256, -1}};
   int pdl = table->pdl;
   table->pdl = 1;
   for (int which = 0; which < KNOBS; which++) set_knob(chain, which, which < 8 ? values[which % 2][which % 2] : 512);
@@ -59,7 +59,7 @@ static void tune_chain(K3Table *table, Chain *chain)
       const int *choices = values[which < 8 ? which % 2 : 2];
       double best = INFINITY;
       int chosen = 0;
-      if (which < 8) printf("%9s %-9s", names[which / 2], which % 2 ? "depth" : "blocks");
+      if (which < 8) printf("%9s %-9s", names[which / 2], which % 2 ? "threads" : "blocks");
       else printf("%-19s", which == 8 ? "gate_up threads" : "down threads");
       for (int c = 0; choices[c] >= 0; c++) {
         set_knob(chain, which, choices[c]);
@@ -127,7 +127,8 @@ void time_chain(K3Table *table, int tune)
   enum { H = 7168, L = 3584, BAND = 768, LOCAL = 448, SHARED = 768 };
   Chain *chain = (Chain *)calloc(1, sizeof *chain);
   float *random = k3_table_floats(table, 9 * H, 1.0);
-  float *bank = (float *)k3_table_upload(random, 9 * H * 4), *p = (float *)k3_table_upload(random, H * 4);
+  float *mixed = (float *)k3_table_upload(random + 2 * H, H * 4), *mix = (float *)k3_table_upload(random + 3 * H, K3_NORM_MIX * 4);
+  float *p = (float *)k3_table_upload(random, H * 4);
   float *small = k3_table_floats(table, H, 0.5 / sqrt((double)H)), *score = (float *)k3_table_upload(small, H * 4), *norm = (float *)k3_table_upload(random + H, H * 4);
   float *branch = (float *)k3_table_upload(random, H * 4), *projected = (float *)k3_table_poisoned(8192 * 4);
   float *moe = (float *)k3_table_poisoned(4096 * 4), *logits = (float *)k3_table_upload(random, 896 * 4);
@@ -141,7 +142,7 @@ void time_chain(K3Table *table, int tune)
     ChainLayer *l = &chain->layer[s];
     for (int k = 0; k < 2; k++) {
       K3CudaNorm *a = &l->norm[k];
-      a->n = H, a->banked = 8, a->bank = bank, a->p = p, a->branch = branch, a->replace = 1, a->early = 1;
+      a->n = H, a->mixed = mixed, a->mix = mix, a->p = p, a->branch = branch, a->replace = 1, a->early = 1;
       a->score = score, a->norm = norm, a->res_eps = a->eps = 1e-5f, a->x = x;
     }
     l->in.input.n = H, l->in.input.vector = x, l->in.count = 1;
