@@ -7,13 +7,14 @@
 #include "kernels/linear.h"
 
 #include "kernels/iq1_mma.cuh"
+#include "kernels/q8_stream.cuh"
 #include "kernels/wait.cuh"
 
 namespace {
 
 using namespace k3;
 
-enum { THREADS = 512, MIDDLE_THREADS = 448, DEEP_THREADS = 384, DEPTH = 6, TWO_BLOCKS_FROM = 10000000 /* bytes: measured */ };
+enum { THREADS = 512, Q8_THREADS = 448, DEPTH = 6, STREAM_DEPTH = 4, TWO_BLOCKS_FROM = 10000000 /* bytes: measured */ };
 
 struct Item {
   K3CudaMatrix matrix;
@@ -50,23 +51,46 @@ __device__ __forceinline__ typename RowsOf<F, D, PlainMap>::Type plain_gemv(cons
   return typename RowsOf<F, D, PlainMap>::Type(PlainMap{parts_of(item.matrix), item.tiling.pieces}, item.tiling, begin, end);
 }
 
+/* The wait, and the input in shared memory. */
+__device__ __forceinline__ void wait_and_fill(const Arguments &a, const SharedInput &in, float *scratch)
+{
+  if (a.input.kind == K3_INPUT_RMS) warm_norm(a.input);
+  k3_wait_early();
+  fill_input(a.input, in, scratch);
+  __syncthreads();
+}
+
 /* The item's rows of this block, loads already under way, and their sums out. */
 template <class G>
 __device__ __forceinline__ void finish(G &gemv, const SharedInput &in, const Item &item, float *segments, int begin, int end)
 {
+  int i = threadIdx.x;
+  float before = item.add && i < end - begin ? __ldcg(item.y + begin + i) : 0.0f; /* under way while the rows are summed */
   gemv.run(in, segments);
   __syncthreads();
-  for (int i = threadIdx.x; i < end - begin; i += blockDim.x) {
-    float sum = gemv.row_sum(segments, i);
-    if (item.add) sum += __ldcg(item.y + begin + i);
-    item.y[begin + i] = sum;
+  for (; i < end - begin; i += blockDim.x) {
+    if (item.add && i != (int)threadIdx.x) before = __ldcg(item.y + begin + i);
+    item.y[begin + i] = gemv.row_sum(segments, i) + before;
   }
   __syncthreads();
 }
 
-/* All matrices q8_0, integer activations: the trunk. The first item's loads start before the wait. */
-template <int D>
-__device__ __forceinline__ void linear_q8(const Arguments &a)
+/* One matrix of q8_0 whose rows fill whole warps, integer activations: most of the trunk. Its first loads start before the wait. */
+__global__ void __launch_bounds__(THREADS, 2) linear_stream_kernel(const __grid_constant__ Arguments a)
+{
+  extern __shared__ __align__(128) char memory[];
+  __shared__ float scratch[33];
+  SharedInput in = shared_input(memory, a.shared);
+  const Item &item = a.items[0];
+  int begin = first_row(a, item, blockIdx.x), end = first_row(a, item, blockIdx.x + 1);
+  Q8Stream<STREAM_DEPTH> gemv(item.matrix, item.tiling.chunks, begin, end);
+  gemv.preload();
+  wait_and_fill(a, in, scratch);
+  finish(gemv, in, item, (float *)(memory + a.shared.segments), begin, end);
+}
+
+/* All matrices q8_0, of any number and width. */
+__global__ void __launch_bounds__(Q8_THREADS, 2) linear_q8_kernel(const __grid_constant__ Arguments a)
 {
   extern __shared__ __align__(128) char memory[];
   __shared__ float scratch[33];
@@ -77,33 +101,15 @@ __device__ __forceinline__ void linear_q8(const Arguments &a)
     const Item &item = a.items[k];
     int begin = first_row(a, item, blockIdx.x), end = first_row(a, item, blockIdx.x + 1);
     if (begin >= end) continue;
-    auto gemv = plain_gemv<Q8Int, D>(item, begin, end);
+    auto gemv = plain_gemv<Q8Int, DEPTH>(item, begin, end);
     gemv.preload();
     if (!filled) {
-      k3_wait_early();
-      fill_input(a.input, in, scratch);
-      __syncthreads();
+      wait_and_fill(a, in, scratch);
       filled = true;
     }
     finish(gemv, in, item, segments, begin, end);
   }
   if (!filled) k3_wait_early();
-}
-
-/* Two blocks fit a multiprocessor, so that a successor's blocks can start under this one. */
-__global__ void __launch_bounds__(DEEP_THREADS, 2) linear_q8_deep_kernel(const __grid_constant__ Arguments a)
-{
-  linear_q8<8>(a);
-}
-
-__global__ void __launch_bounds__(MIDDLE_THREADS, 2) linear_q8_middle_kernel(const __grid_constant__ Arguments a)
-{
-  linear_q8<6>(a);
-}
-
-__global__ void __launch_bounds__(THREADS, 2) linear_q8_kernel(const __grid_constant__ Arguments a)
-{
-  linear_q8<4>(a);
 }
 
 template <class F, int D>
@@ -123,9 +129,7 @@ __device__ __forceinline__ void linear_mixed(const Arguments &a)
   SharedInput in = shared_input(memory, a.shared);
   float *segments = (float *)(memory + a.shared.segments);
   fill_codebook(in, a.codebook);
-  k3_wait_early();
-  fill_input(a.input, in, scratch);
-  __syncthreads();
+  wait_and_fill(a, in, scratch);
   for (int k = 0; k < a.count; k++) {
     const Item &item = a.items[k];
     int begin = first_row(a, item, blockIdx.x), end = first_row(a, item, blockIdx.x + 1);
@@ -166,9 +170,7 @@ __global__ void __launch_bounds__(THREADS) linear_scalar_kernel(const __grid_con
   extern __shared__ __align__(128) char memory[];
   __shared__ float scratch[33];
   SharedInput in = shared_input(memory, a.shared);
-  k3_wait_early();
-  fill_input(a.input, in, scratch);
-  __syncthreads();
+  wait_and_fill(a, in, scratch);
   int lane = threadIdx.x & 31, warps = gridDim.x * (blockDim.x >> 5);
   for (int k = 0; k < a.count; k++) {
     const Item &item = a.items[k];
@@ -181,12 +183,6 @@ __global__ void __launch_bounds__(THREADS) linear_scalar_kernel(const __grid_con
       if (lane == 0) item.y[row] = sum + (item.add ? __ldcg(item.y + row) : 0.0f);
     }
   }
-}
-
-int blocks_per_sm(const K3CudaLinear *linear)
-{
-  if (linear->blocks_per_sm) return linear->blocks_per_sm;
-  return k3_cuda_linear_bytes(linear) >= TWO_BLOCKS_FROM ? 2 : 1;
 }
 
 int piece_values(K3Type type)
@@ -221,9 +217,7 @@ static K3Status multiply_blocks(const K3CudaLaunch *launch, const K3CudaLinear *
 K3Status k3_cuda_linear(const K3CudaLaunch *launch, const K3CudaLinear *linear)
 {
   Arguments a;
-  int all_q8 = !linear->exact, scalar = 0, codes = 0, floats = 0, segments = 1;
-  int depth = linear->depth ? linear->depth : DEPTH;
-  unsigned grid = (unsigned)(launch->sm_count * blocks_per_sm(linear));
+  int all_q8 = !linear->exact, stream = linear->count == 1, scalar = 0, codes = 0, floats = 0, segments = 1;
   a.input = linear->input;
   a.count = linear->count;
   a.exact = linear->exact;
@@ -250,17 +244,29 @@ K3Status k3_cuda_linear(const K3CudaLaunch *launch, const K3CudaLinear *linear)
     item->add = linear->items[i].add;
     item->rows = (int)m->rows;
     item->tiling = tiling_of((int)((m->cols + values - 1) / values));
+    if (item->tiling.lanes != 32 || item->tiling.pieces % 32) stream = 0;
     int64_t cost = k3_cuda_matrix_read_bytes(m, 1) / 16;
     item->cost = (uint32_t)(cost > 2 ? cost : 2);
     item->magic = ~0ull / item->cost + 1;
     item->before = all_cost;
     all_cost += (uint64_t)item->cost * (uint64_t)m->rows;
   }
-  int most_threads = !all_q8 || depth == 4 ? THREADS : depth == 6 ? MIDDLE_THREADS : DEEP_THREADS;
-  int threads = linear->threads ? linear->threads : most_threads;
-  if (threads % 32 || threads < 32 || threads > most_threads || (depth != 4 && depth != 6 && depth != 8))
-    K3_FAIL(K3_ERR_INPUT, "linear: %d threads a block, depth %d; a multiple of 32 up to %d and depth 4, 6 or 8 are wanted",
-            threads, depth, most_threads);
+  const void *function = (const void *)linear_mixed_kernel;
+  const char *name = "linear_mixed_kernel";
+  int threads = THREADS, blocks = 1;
+  if (scalar) function = (const void *)linear_scalar_kernel, name = "linear_scalar_kernel";
+  else if (linear->exact) function = (const void *)linear_exact_kernel, name = "linear_exact_kernel";
+  else if (all_q8) {
+    function = stream ? (const void *)linear_stream_kernel : (const void *)linear_q8_kernel;
+    name = stream ? "linear_stream_kernel" : "linear_q8_kernel";
+    threads = stream ? THREADS : Q8_THREADS;
+    if (k3_cuda_linear_bytes(linear) >= TWO_BLOCKS_FROM) blocks = 2;
+  }
+  if (linear->threads % 32 || linear->threads < 0 || linear->threads > threads)
+    K3_FAIL(K3_ERR_INPUT, "linear: %d threads a block; a multiple of 32 up to %d is wanted", linear->threads, threads);
+  if (linear->threads) threads = linear->threads;
+  if (linear->blocks_per_sm) blocks = linear->blocks_per_sm;
+  unsigned grid = (unsigned)(launch->sm_count * blocks);
   a.share = all_cost / grid;
   a.rest = all_cost % grid;
   for (int i = 0; i < linear->count; i++) {
@@ -271,18 +277,9 @@ K3Status k3_cuda_linear(const K3CudaLaunch *launch, const K3CudaLinear *linear)
                      : segment_floats(rows, a.items[i].tiling.lanes, threads / 32);
     if (needed > segments) segments = needed;
   }
+  /* rows that are no whole number of cells: only plain floats may have them, as their blocks would not fit otherwise */
+  a.shared = scalar ? plan_shared(0, linear->input.n, 0, 1, 0, 1)
+                    : plan_shared(0, linear->input.n, codes, floats, a.codebook != NULL, segments);
   void *arguments[] = {&a};
-  if (scalar) { /* only plain floats may have such rows: their blocks would not fit otherwise */
-    a.shared = plan_shared(0, linear->input.n, 0, 1, 0, 1);
-    return k3_cuda_launch_kernel(launch, "linear_scalar_kernel", (const void *)linear_scalar_kernel, grid, (unsigned)threads,
-                                 1, (size_t)a.shared.bytes, arguments);
-  }
-  a.shared = plan_shared(0, linear->input.n, codes, floats, a.codebook != NULL, segments);
-  const void *function = (const void *)linear_mixed_kernel;
-  const char *name = "linear_mixed_kernel";
-  if (all_q8 && depth == 8) function = (const void *)linear_q8_deep_kernel, name = "linear_q8_deep_kernel";
-  else if (all_q8 && depth == 6) function = (const void *)linear_q8_middle_kernel, name = "linear_q8_middle_kernel";
-  else if (all_q8) function = (const void *)linear_q8_kernel, name = "linear_q8_kernel";
-  else if (linear->exact) function = (const void *)linear_exact_kernel, name = "linear_exact_kernel";
   return k3_cuda_launch_kernel(launch, name, function, grid, (unsigned)threads, 1, (size_t)a.shared.bytes, arguments);
 }

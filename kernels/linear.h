@@ -18,15 +18,14 @@ typedef struct {
 
 /* y_i = W_i x (+ y_i) for all items; formats may differ.
  * exact: 0: quantised weights meet 16-bit codes of x (dp4a), plain floats its float32 values; 1: float32 throughout.
- * blocks_per_sm, threads, depth: tuning, 0 for the defaults (depth: 4, 6 or 8 loads in flight a lane).
- *      Two blocks an SM are the default from 10 MB on (measured).
+ * blocks_per_sm, threads: tuning, 0 for the defaults. Two blocks an SM are the default from 10 MB on (measured).
  * Errors: K3_ERR_INPUT (shapes), K3_ERR_DEVICE (launch). Twin: k3_host_linear. */
 typedef struct {
   K3CudaInput input;
   int count;
   K3CudaLinearItem items[K3_LINEAR_ITEMS];
   int exact;
-  int blocks_per_sm, threads, depth;
+  int blocks_per_sm, threads;
 } K3CudaLinear;
 
 K3Status k3_cuda_linear(const K3CudaLaunch *launch, const K3CudaLinear *linear);

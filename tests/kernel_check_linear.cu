@@ -191,13 +191,12 @@ void check_all_linear(K3Table *table)
   for (size_t i = 0; i < sizeof linear_cases / sizeof *linear_cases; i++) check_linear(table, &linear_cases[i]);
 }
 
-/* Tuning of the q8_0 kernel: depth, threads, blocks an SM, dependent launch. */
+/* Tuning of the q8_0 kernels: threads, blocks an SM, dependent launch. */
 void tune_linear(K3Table *table)
 {
   static const int64_t shapes[][2] = {{6284, 7168}, {7168, 1536}, {2096, 7168}, {7168, 448}};
-  static const int ways[][3] = {{4, 512, 1}, {4, 512, 2}, {6, 448, 1}, {6, 256, 2}, {6, 448, 2}, {6, 384, 1}, {8, 384, 1},
-                                {8, 256, 2}, {8, 256, 1}};
-  printf("\n# q8_0 linear: us (GB/s) without and with dependent launch\n%-14s", "depth/thr/blk");
+  static const int ways[][2] = {{448, 1}, {448, 2}, {384, 1}, {384, 2}, {256, 1}, {256, 2}};
+  printf("\n# q8_0 linear: us (GB/s) without and with dependent launch\n%-14s", "threads/blocks");
   for (size_t s = 0; s < sizeof shapes / sizeof *shapes; s++) printf("  %8lldx%-20lld", (long long)shapes[s][0], (long long)shapes[s][1]);
   printf("\n");
   LinearSets *sets = (LinearSets *)calloc(sizeof shapes / sizeof *shapes, sizeof *sets);
@@ -220,13 +219,12 @@ void tune_linear(K3Table *table)
   }
   int pdl = table->pdl;
   for (size_t w = 0; w < sizeof ways / sizeof *ways; w++) {
-    printf("%2d/%4d/%d     ", ways[w][0], ways[w][1], ways[w][2]);
+    printf("%7d/%d     ", ways[w][0], ways[w][1]);
     for (size_t s = 0; s < sizeof shapes / sizeof *shapes; s++) {
       double bytes = (double)k3_cuda_linear_bytes(&sets[s].linear[0]), us[2];
       for (int k = 0; k < counts[s]; k++) {
-        sets[s].linear[k].depth = ways[w][0];
-        sets[s].linear[k].threads = ways[w][1];
-        sets[s].linear[k].blocks_per_sm = ways[w][2];
+        sets[s].linear[k].threads = ways[w][0];
+        sets[s].linear[k].blocks_per_sm = ways[w][1];
       }
       for (table->pdl = 0; table->pdl < 2; table->pdl++)
         us[table->pdl] = k3_table_microseconds(table, work_linear, &sets[s], counts[s], counts[s] * 4);
