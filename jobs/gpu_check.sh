@@ -226,7 +226,7 @@ time_slice() {
 if wanted slice; then
   note slice
   for n in 1 2 3; do time_slice "run $n"; done
-  for variant in ${K3_VARIANTS:-K3_PHASE_TIMES=1 K3_PDL=0 K3_ROUTER=apart}; do time_slice "$variant" "$variant"; done
+  for variant in ${K3_VARIANTS:-K3_PHASE_TIMES=1 K3_PDL=0}; do time_slice "$variant" "$variant"; done
   grep -h '^# ' "$out/slice-run 1.log"
   sed -n '/^phase  /,/^all/p' "$out/slice-K3_PHASE_TIMES=1.log" 2>/dev/null
 fi

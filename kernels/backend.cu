@@ -5,7 +5,6 @@
  *   K3_PHASE_TIMES=1     phase times in captured steps too (about 190 tiny kernels more in a step of 93 layers)
  *   K3_WATCHDOG_S=60     seconds until a step counts as hung; MPI between steps waits five times as long
  *   K3_PDL=0             no programmatic dependent launch
- *   K3_ROUTER=apart      routing in a kernel of its own
  *   K3_LATENT_BLOCKS=1   blocks an SM of the product before the experts (default: linear.h)
  *   K3_COMM=nccl|device|staged  comm_nccl.cu, comm_device.cu
  *   K3_POOL=separate     pool.cu
@@ -32,7 +31,7 @@ static int flag(const char *name, int otherwise)
 
 static K3Status read_options(K3Cuda *cuda)
 {
-  const char *router = getenv("K3_ROUTER"), *seconds = getenv("K3_WATCHDOG_S"), *blocks = getenv("K3_LATENT_BLOCKS");
+  const char *seconds = getenv("K3_WATCHDOG_S"), *blocks = getenv("K3_LATENT_BLOCKS");
   cuda->exact = cuda->options.activations_f32;
   switch (cuda->options.cache_type) {
   case K3_CACHE_TYPE_F32: cuda->cache_type = K3_CACHE_F32; break;
@@ -43,7 +42,6 @@ static K3Status read_options(K3Cuda *cuda)
   cuda->verbose = flag("K3_VERBOSE", 0) && (cuda->rank == 0 || cuda->options.slice_world > 0);
   cuda->timed = cuda->options.phase_times || flag("K3_PHASE_TIMES", 0);
   cuda->latent_blocks = blocks && blocks[0] ? atoi(blocks) : 0;
-  cuda->apart = router && strcmp(router, "apart") == 0;
   cuda->watchdog_s = seconds ? atof(seconds) : 60.0;
   if (!(cuda->watchdog_s > 0.0)) K3_FAIL(K3_ERR_USAGE, "K3_WATCHDOG_S=%s: wanted a number of seconds above 0", seconds);
   if (cuda->communicates && k3_cuda_comm_is_staged() && cuda->options.graph) {
@@ -182,6 +180,7 @@ static K3Status start_scratch(K3Cuda *cuda)
   int32_t none = INT32_MAX;
   K3_CUDA_TRY(cudaMemsetAsync(cuda->argmax_count, 0, 4, cuda->stream));
   K3_CUDA_TRY(cudaMemsetAsync(cuda->finish_count, 0, 4, cuda->stream));
+  K3_CUDA_TRY(cudaMemsetAsync(cuda->meeting, 0, 4, cuda->stream));
   K3_CUDA_TRY(cudaMemcpyAsync(cuda->bad, &none, sizeof none, cudaMemcpyHostToDevice, cuda->stream));
   if (cuda->world > 1 && !cuda->communicates) {
     int64_t queries = c->num_heads * k3_config_cache_width(c);

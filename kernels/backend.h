@@ -141,7 +141,7 @@ struct K3Cuda {
   int communicates; /* world > 1 (or K3_COMM=nccl|device) and not a slice */
   int exact;        /* float32 activations */
   K3CudaCacheType cache_type;
-  int verbose, timed, apart; /* K3_VERBOSE, phase times wanted, K3_ROUTER=apart */
+  int verbose, timed; /* K3_VERBOSE, phase times wanted */
   int latent_blocks; /* blocks an SM of the product before the experts' gate and up: see linear.h; K3_LATENT_BLOCKS */
   double watchdog_s;
 
@@ -187,12 +187,11 @@ struct K3Cuda {
   float *part_acc, *part_m, *part_l; /* of this rank's heads, from all ranks */
   float *ffn_y;                      /* dense gate, up; or this rank's latent, router scores, shared gate, shared up */
   float *latent, *logits_router;     /* [L], [E] of all ranks; world 1: in ffn_y */
-  K3CudaVector latent_codes;
   int32_t *ids;
   float *chosen_weights, *hidden, *z;
   float *logits; /* this rank's vocabulary rows */
   uint64_t *argmax_keys;
-  uint32_t *argmax_count, *finish_count;
+  uint32_t *argmax_count, *finish_count, *meeting;
   int32_t *bad;
   K3CudaPair *pairs; /* [world] */
   int64_t *d_step;   /* token, position, rows */

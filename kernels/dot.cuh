@@ -225,9 +225,8 @@ struct Iq1Base {
   /* Codebook entry l of sub-block k: values plus one, packed. */
   static __device__ __forceinline__ uint32_t entry(const SharedInput &in, uint32_t qs, uint32_t qh, int l)
   {
-    uint32_t low = l == 0 ? qs << 2 : qs >> (8 * l - 2);
-    uint32_t high = l == 3 ? qh << 1 : qh << (10 - 3 * l);
-    return *(const uint32_t *)((const char *)in.codebook + ((low & 0x3fcu) | (high & 0x1c00u)));
+    uint32_t low = qs >> (8 * l), high = qh >> (3 * l);
+    return in.codebook[(low >> 2 & 63u) | (low & 3u) << 6 | (high & 7u) << 8]; /* fill_codebook */
   }
   static __device__ __forceinline__ uint32_t high_of(const Raw &r, int k)
   {

@@ -1,60 +1,57 @@
-/* Routed experts of one rank: gate and up, then down. Layer: backend (CUDA).
- * The list of chosen experts is made and read on the device; ids outside this rank's group are passed over, and the work
- * of those that remain is spread evenly over all blocks. */
+/* Routed experts of one rank, and the shared experts' down beside them. Layer: backend (CUDA).
+ * The list of chosen experts is made on the device; ids outside this rank's group are passed over, and the work of those
+ * that remain is spread evenly over all blocks. */
 #ifndef K3_KERNELS_EXPERTS_H
 #define K3_KERNELS_EXPERTS_H
 
 #include "kernels/linear.h"
-#include "kernels/router.h"
 
 #ifdef __cplusplus
 extern "C" {
 #endif
 
-/* hidden[s][r] = situ(Gate_e y, Up_e y)[r] for the s-th chosen expert e of this rank's group.
- * in   y: input of latent L (QUANTISED, VALUES, …); gate, up: [local * band, L], expert-major
- * in   route: 1: the routing is done here by every block (no kernel before), and ids, weights are written;
- *      0: ids, weights are read
- * out  hidden [chosen][band] f32, as many rows as there are local experts
- * Errors: K3_ERR_INPUT, K3_ERR_DEVICE. Twin: k3_host_experts_gate_up. */
+enum { K3_ROUTER_EXPERTS = 1024, K3_ROUTER_CHOSEN = 32 };
+
+/* s = sigmoid(logits); the `chosen` largest of s + bias, ties to the lower index, in falling order;
+ * weight = s / (sum of the chosen s + 1e-20) * scaling (without renormalize the divisor is 1).
+ * in   logits [experts] f32: W_router x, of all ranks;  bias [experts] f32
+ * A NaN among s + bias makes all weights NaN, so that the step fails instead of going without that expert.
+ * experts <= 1024, chosen <= 32. Twin: k3_host_route. */
+typedef struct {
+  int experts, chosen;
+  const float *logits, *bias;
+  float scaling;
+  int renormalize;
+} K3CudaRouting;
+
+/* The routing, then hidden[s] = situ(Gate_e y, Up_e y) for the s-th chosen expert e of this rank's group; z = sum over them of
+ * w_e Down_e hidden[s], zero when none is local; and (shared.y != NULL) shared.y (+)= shared.matrix x, where x comes from
+ * shared_input (SITU).
+ * in   y: input of latent L (VALUES); gate, up: [local * band, L]; down: [local * L, band]; expert-major
+ * out  ids, weights [chosen]; hidden [chosen][band] f32, as many rows as there are local experts; z [L] f32
+ * All blocks meet once, between up and down, so each must find room at the same time: one an SM. *meeting, 0 at first,
+ * counts their arrivals; one a stream.
+ * Errors: K3_ERR_INPUT, K3_ERR_DEVICE. Twins: k3_host_experts_gate_up, k3_host_experts_down. */
 typedef struct {
   K3CudaInput y;
-  K3CudaMatrix gate, up;
+  K3CudaMatrix gate, up, down;
   int64_t first, local, band;   /* experts [first, first + local) are here; intermediate rows of this rank */
-  int route;
-  K3CudaRouting routing;        /* chosen is read in both cases */
+  K3CudaRouting routing;
   int32_t *ids;
   float *weights;
-  float *hidden;
-  float situ_beta, situ_linear_beta;
-  int exact;
-  int threads;                  /* a block; 0: default (tuning) */
-} K3CudaExpertsGateUp;
-K3Status k3_cuda_experts_gate_up(const K3CudaLaunch *launch, const K3CudaExpertsGateUp *experts);
-
-/* z = sum over local chosen e of w_e Down_e hidden_e: [L] f32, zero when none is local; and, in the same launch, the shared
- * experts' down (shared.y != NULL): shared.y (+)= shared.matrix x, where x comes from shared_input (SITU of the
- * gate and up outputs, as a rule).
- * in   hidden [chosen][band]; down: [local * L, band], expert-major; ids, weights as gate_up left them
- * Errors: K3_ERR_INPUT, K3_ERR_DEVICE. Twin: k3_host_experts_down. */
-typedef struct {
-  const float *hidden;
-  K3CudaMatrix down;
-  int64_t first, local, band, latent;
-  int chosen;
-  const int32_t *ids;
-  const float *weights;
-  float *z;
+  float *hidden, *z;
+  uint32_t *meeting;
   K3CudaLinearItem shared;
   K3CudaInput shared_input;
+  float situ_beta, situ_linear_beta;
   int exact;
-  int threads;                  /* a block; 0: default (tuning) */
-} K3CudaExpertsDown;
-K3Status k3_cuda_experts_down(const K3CudaLaunch *launch, const K3CudaExpertsDown *experts);
+} K3CudaExperts;
+K3Status k3_cuda_experts(const K3CudaLaunch *launch, const K3CudaExperts *experts);
 
-/* The same of matrices of GGUF blocks (k3_cuda_is_blocks), which the two above pass on: experts_blocks.cu. shared is left out. */
-K3Status k3_cuda_experts_gate_up_blocks(const K3CudaLaunch *launch, const K3CudaExpertsGateUp *experts);
-K3Status k3_cuda_experts_down_blocks(const K3CudaLaunch *launch, const K3CudaExpertsDown *experts);
+/* Its halves for matrices of GGUF blocks (k3_cuda_is_blocks), which it calls: experts_blocks.cu. The first routes; shared is
+ * left out. */
+K3Status k3_cuda_experts_gate_up_blocks(const K3CudaLaunch *launch, const K3CudaExperts *experts);
+K3Status k3_cuda_experts_down_blocks(const K3CudaLaunch *launch, const K3CudaExperts *experts);
 
 #ifdef __cplusplus
 }

@@ -60,7 +60,7 @@ __device__ __forceinline__ void share_rows(int rows, int *begin, int *end)
 
 /* ---- gate and up ---- */
 struct GateUpArguments {
-  K3CudaExpertsGateUp e;
+  K3CudaExperts e;
   BlockPlan plan;
   BlockMatrix gate, up;
   uint32_t magic; /* of the band */
@@ -88,26 +88,26 @@ __global__ void __launch_bounds__(BLOCK_THREADS, 1) gate_up_blocks_kernel(const 
   __shared__ RouteShared routed;
   __shared__ LocalExperts local;
   __shared__ float scratch[33];
-  const K3CudaExpertsGateUp &e = a.e;
+  const K3CudaExperts &e = a.e;
   BlockShared s = block_shared(memory, a.plan);
   fill_book<TYPE>(s, a.plan, e.gate.codebook);
-  float bias[2];
-  if (e.route) fetch_bias(e.routing, bias);
+  const bool routes = threadIdx.x < ROUTE_THREADS;
+  float bias[ROUTE_KEYS], logit[ROUTE_KEYS];
+  if (routes) fetch_keys(e.routing.bias, e.routing.experts, bias);
   k3_wait_early();
   const int row_blocks = a.plan.tiling.pieces >> a.gate.units_log;
-  int64_t expert_pieces = e.band * row_blocks;
-  if (e.route) {
-    route_ids(e.routing, bias, routed);
-    list_local(local, routed.ids, NULL, e.routing.chosen, e.first, e.local, expert_pieces);
-    if (blockIdx.x == gridDim.x - 1 && threadIdx.x < 32) {
-      float weight = route_weight(e.routing, routed);
-      if (threadIdx.x < e.routing.chosen) {
-        e.ids[threadIdx.x] = routed.ids[threadIdx.x];
-        e.weights[threadIdx.x] = weight;
-      }
+  if (routes) {
+    fetch_keys(e.routing.logits, e.routing.experts, logit);
+    route_ids(e.routing, e.first, e.local, bias, logit, routed);
+  }
+  __syncthreads();
+  list_local(local, routed.ids, NULL, e.routing.chosen, e.first, e.local, e.band * row_blocks);
+  if (blockIdx.x == gridDim.x - 1 && threadIdx.x < 32) {
+    float weight = route_weight(e.routing, routed);
+    if (threadIdx.x < e.routing.chosen) {
+      e.ids[threadIdx.x] = routed.ids[threadIdx.x];
+      e.weights[threadIdx.x] = weight;
     }
-  } else {
-    list_local(local, e.ids, e.weights, e.routing.chosen, e.first, e.local, expert_pieces);
   }
   int begin, end;
   share_rows<1>(local.count * (int)e.band, &begin, &end);
@@ -129,7 +129,7 @@ __global__ void __launch_bounds__(BLOCK_THREADS, 1) gate_up_blocks_kernel(const 
 
 /* ---- down ---- */
 struct DownArguments {
-  K3CudaExpertsDown e;
+  K3CudaExperts e;
   BlockPlan plan; /* its tiling is made by the kernel, which knows how many experts are here */
   BlockMatrix down;
   int row_blocks; /* of an expert's row */
@@ -156,12 +156,12 @@ __global__ void __launch_bounds__(BLOCK_THREADS, 1) down_blocks_kernel(const __g
 {
   extern __shared__ __align__(128) char memory[];
   __shared__ LocalExperts local;
-  const K3CudaExpertsDown &e = a.e;
+  const K3CudaExperts &e = a.e;
   BlockShared s = block_shared(memory, a.plan);
   fill_book<TYPE>(s, a.plan, e.down.codebook);
   k3_wait();
-  list_local(local, e.ids, e.weights, e.chosen, e.first, e.local, e.latent * a.row_blocks);
-  int begin, end, rows = (int)e.latent;
+  list_local(local, e.ids, e.weights, e.routing.chosen, e.first, e.local, e.y.n * a.row_blocks);
+  int begin, end, rows = (int)e.y.n;
   share_rows<1>((rows + 1) / 2, &begin, &end);
   if (local.count == 0) {
     for (int i = 2 * begin + threadIdx.x; i < min(2 * end, rows); i += blockDim.x) e.z[i] = 0.0f;
@@ -232,7 +232,7 @@ BlockPlan plan_of(K3Type type, int templated, int64_t n, int exact, int segments
 
 } /* namespace */
 
-K3Status k3_cuda_experts_gate_up_blocks(const K3CudaLaunch *launch, const K3CudaExpertsGateUp *e)
+K3Status k3_cuda_experts_gate_up_blocks(const K3CudaLaunch *launch, const K3CudaExperts *e)
 {
   Kernels kernels = kernels_of(e->gate.type, e->exact);
   unsigned grid = (unsigned)launch->sm_count;
@@ -249,7 +249,7 @@ K3Status k3_cuda_experts_gate_up_blocks(const K3CudaLaunch *launch, const K3Cuda
   return k3_cuda_launch_kernel(launch, "gate_up_blocks_kernel", kernels.gate_up, grid, BLOCK_THREADS, 1, (size_t)a.plan.bytes, arguments);
 }
 
-K3Status k3_cuda_experts_down_blocks(const K3CudaLaunch *launch, const K3CudaExpertsDown *e)
+K3Status k3_cuda_experts_down_blocks(const K3CudaLaunch *launch, const K3CudaExperts *e)
 {
   Kernels kernels = kernels_of(e->down.type, e->exact);
   unsigned grid = (unsigned)launch->sm_count;
@@ -259,8 +259,8 @@ K3Status k3_cuda_experts_down_blocks(const K3CudaLaunch *launch, const K3CudaExp
   a.row_blocks = (int)(e->band / k3_format(e->down.type)->block_values);
   a.magic = magic_of(a.row_blocks);
   a.band_magic = magic_of(e->band);
-  a.plan = plan_of(e->down.type, kernels.templated, e->chosen * e->band, e->exact,
-                   block_segment_floats((int)((e->latent + 1) / 2 / grid) + 2, 8, BLOCK_THREADS / 32)); /* 8: the most rows a step */
+  a.plan = plan_of(e->down.type, kernels.templated, e->routing.chosen * e->band, e->exact,
+                   block_segment_floats((int)((e->y.n + 1) / 2 / grid) + 2, 8, BLOCK_THREADS / 32)); /* 8: the most rows a step */
   void *arguments[] = {&a};
   return k3_cuda_launch_kernel(launch, "down_blocks_kernel", kernels.down, grid, BLOCK_THREADS, 1, (size_t)a.plan.bytes, arguments);
 }

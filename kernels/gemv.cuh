@@ -60,15 +60,17 @@ struct Gemv {
   const Map map;
   const Tiling t;
   const int row_begin, row_end;
-  int steps_warp, warp, sub, lane_piece;
+  const int warp;
+  int steps_warp, sub, lane_piece;
   int left, chunk, group;   /* to load */
   typename F::Raw ring[DEPTH];
 
-  __device__ __forceinline__ Gemv(const Map &m, const Tiling &tiling, int begin, int end)
-      : map(m), t(tiling), row_begin(begin), row_end(end)
+  /* This warp among those that share the rows: of a whole block unless said. */
+  __device__ __forceinline__ Gemv(const Map &m, const Tiling &tiling, int begin, int end, int its_warp = threadIdx.x >> 5,
+                                  int warps = blockDim.x >> 5)
+      : map(m), t(tiling), row_begin(begin), row_end(end), warp(its_warp)
   {
-    int lane = threadIdx.x & 31, warps = blockDim.x >> 5;
-    warp = threadIdx.x >> 5;
+    int lane = threadIdx.x & 31;
     sub = lane >> t.lanes_log;
     lane_piece = lane & (t.lanes - 1);
     int steps = groups() * t.chunks;
@@ -245,12 +247,16 @@ static __device__ __forceinline__ SharedInput shared_input(char *memory, const S
   return in;
 }
 
-/* The codebook never changes: before the wait. A block barrier must follow. */
+/* The codebook never changes: before the wait. A block barrier must follow. Entry i stands where Iq1Base::entry looks: its
+ * two lowest bits over the six next. */
 static __device__ __forceinline__ void fill_codebook(const SharedInput &in, const uint32_t *codebook)
 {
   if (!in.codebook || !codebook) return;
-  for (int i = threadIdx.x; i < K3_CODEBOOK_ENTRIES / 4; i += blockDim.x)
-    ((uint4 *)in.codebook)[i] = ((const uint4 *)codebook)[i];
+  for (int i = threadIdx.x; i < K3_CODEBOOK_ENTRIES / 4; i += blockDim.x) {
+    uint4 four = ((const uint4 *)codebook)[i];
+    uint32_t *to = in.codebook + ((i & 63) | (i >> 6) << 8);
+    to[0] = four.x, to[64] = four.y, to[128] = four.z, to[192] = four.w;
+  }
 }
 
 /* Four values at i … i+3 from L2; beyond `n`: 0. */

@@ -9,10 +9,10 @@
  * where k3_wait() (kernels/wait.cuh) is cudaGridDependencySynchronize() and then
  * cudaTriggerProgrammaticLaunchCompletion(), in this order and in every block. As the trigger comes after the wait, the
  * successor of such a kernel knows when it starts that all kernels but its immediate predecessor are complete. Kernels whose
- * successors read nothing but weights before their wait (the norm, the products, gate_up) call k3_wait_early(), the other order, which
+ * successors read nothing but weights before their wait (the norm, the products) call k3_wait_early(), the other order, which
  * promises nothing at the start; the wait itself always means that all kernels before are complete.
  * The one kernel that reads step data before its wait is the norm (K3CudaNorm.early): between it and the kernel that wrote
- * them must be a kernel with k3_wait() (the KDA or MLA kernels, down) and one more. Data of a predecessor
+ * them must be a kernel with k3_wait() (the KDA or MLA kernels, the experts) and one more. Data of a predecessor
  * are read with __ldcg (L2), never through L1 or the read-only path. */
 #ifndef K3_KERNELS_LAUNCH_H
 #define K3_KERNELS_LAUNCH_H

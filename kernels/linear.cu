@@ -273,7 +273,7 @@ K3Status k3_cuda_linear(const K3CudaLaunch *launch, const K3CudaLinear *linear)
     uint64_t share = (a.share + 1) / a.items[i].cost + 2;
     int rows = share < (uint64_t)a.items[i].rows ? (int)share : a.items[i].rows;
     int needed = a.items[i].matrix.type == K3_TYPE_IQ1_S && !linear->exact
-                     ? iq1_segment_floats(rows, a.items[i].tiling.pieces)
+                     ? mma_segment_floats(rows, a.items[i].tiling.pieces)
                      : segment_floats(rows, a.items[i].tiling.lanes, threads / 32);
     if (needed > segments) segments = needed;
   }

@@ -3,7 +3,7 @@
 #include "kernels/backend.h"
 #include "kernels/kda.h"
 #include "kernels/norm.h"
-#include "kernels/router.h"
+#include "kernels/experts.h"
 
 static int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
 
@@ -285,10 +285,10 @@ static K3Status place_ffn_scratch(K3Cuda *cuda, K3CudaPool *pool)
     cuda->latent = cuda->ffn_y;
     cuda->logits_router = cuda->ffn_y + c->latent_size;
   }
-  K3_TRY(take_vector(pool, c->latent_size, &cuda->latent_codes));
   K3_TRY(k3_cuda_pool_take(pool, c->num_experts_per_token * 4, (void **)&cuda->ids));
   K3_TRY(take_floats(pool, c->num_experts_per_token, &cuda->chosen_weights));
   K3_TRY(take_floats(pool, c->num_experts_per_token * band, &cuda->hidden));
+  K3_TRY(k3_cuda_pool_take(pool, 4, (void **)&cuda->meeting));
   return take_floats(pool, c->latent_size, &cuda->z);
 }
 

@@ -1,24 +1,28 @@
-/* Top-k of the router by one block: used by router.cu and at the head of the experts' kernel. Layer: backend (CUDA).
+/* Top-k of the router by one block, at the head of the experts' kernel. Layer: backend (CUDA), device code.
  *
- * The chosen-th largest of the warps' maxima bounds the result from below, so that few candidates remain; each is ranked
- * by counting. Keys are unique (value, then index), so every block finds the same list. */
+ * The chosen-th largest of the groups' maxima bounds the result from below, so that few candidates remain; each is ranked
+ * by counting. Keys are unique (value, then index), so every block finds the same list. Twin: k3_host_route. */
 #ifndef K3_KERNELS_ROUTE_CUH
 #define K3_KERNELS_ROUTE_CUH
 
-#include "kernels/router.h"
+#include "kernels/experts.h"
+#include "kernels/hopper.cuh"
 
 namespace k3 {
 
+/* The first threads of a block route; keys a thread. */
+enum { ROUTE_THREADS = 256, ROUTE_WARPS = ROUTE_THREADS / 32, ROUTE_KEYS = K3_ROUTER_EXPERTS / ROUTE_THREADS };
+
 struct RouteShared {
   uint64_t candidate[K3_ROUTER_EXPERTS];
-  float score[K3_ROUTER_EXPERTS];
-  uint32_t key[K3_ROUTER_EXPERTS];
-  uint32_t group_max[32];
-  int group_bad[32]; /* some score is NaN */
+  uint32_t group_max[32]; /* of 32 experts each; NAN_GROUP: some score is NaN */
   int count;
-  uint32_t bound;
-  int32_t ids[K3_ROUTER_CHOSEN];
+  int32_t ids[K3_ROUTER_CHOSEN];   /* of the chosen, in falling order */
+  int32_t local[K3_ROUTER_CHOSEN]; /* those of this rank, counted from its first expert */
+  int local_count;
 };
+
+static constexpr uint32_t NAN_GROUP = 0xffffffffu;
 
 /* Order-preserving bits of a float; NaN becomes 0, which no other value has. */
 static __device__ __forceinline__ uint32_t ordered(float v)
@@ -28,83 +32,92 @@ static __device__ __forceinline__ uint32_t ordered(float v)
   return b & 0x80000000u ? ~b : b | 0x80000000u;
 }
 
-/* This thread's first two biases: weights, so they may be fetched before the wait. */
-static __device__ __forceinline__ void fetch_bias(const K3CudaRouting &r, float bias[2])
+static __device__ __forceinline__ float route_score(float logit) { return 1.0f / (1.0f + expf(-logit)); }
+
+/* This thread's numbers of a vector of one for each expert. */
+static __device__ __forceinline__ void fetch_keys(const float *from, int experts, float v[ROUTE_KEYS])
 {
 #pragma unroll
-  for (int k = 0; k < 2; k++) {
-    int e = threadIdx.x + k * blockDim.x;
-    bias[k] = e < r.experts ? __ldg(r.bias + e) : 0.0f;
+  for (int k = 0; k < ROUTE_KEYS; k++) {
+    int e = threadIdx.x + k * ROUTE_THREADS;
+    v[k] = e < experts ? __ldcg(from + e) : 0.0f;
   }
 }
 
-/* The ids of the chosen, in s; all threads of a block of whole warps. Ends with a barrier. Groups of 32 experts: at most 32.
- * bias: from fetch_bias. */
-static __device__ inline void route_ids(const K3CudaRouting &r, float bias[2], RouteShared &s)
+/* ids, local and local_count in s, from fetch_keys of the bias and the logits; the first ROUTE_THREADS threads. A block barrier
+ * must follow. */
+static __device__ inline void route_ids(const K3CudaRouting &r, int64_t first, int64_t local,
+                                        const float bias[ROUTE_KEYS], const float logit[ROUTE_KEYS], RouteShared &s)
 {
-  int lane = threadIdx.x & 31, groups = (r.experts + 31) / 32;
-  for (int first = threadIdx.x; first < groups * 32; first += 2 * blockDim.x) { /* two at a time: one L2 access */
-    float logit[2];
+  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, groups = (r.experts + 31) / 32;
+  uint32_t key[ROUTE_KEYS];
 #pragma unroll
-    for (int k = 0; k < 2; k++) {
-      int e = first + k * blockDim.x;
-      logit[k] = e < r.experts ? __ldcg(r.logits + e) : 0.0f;
-      if (first != (int)threadIdx.x) bias[k] = e < r.experts ? __ldg(r.bias + e) : 0.0f;
+  for (int k = 0; k < ROUTE_KEYS; k++) {
+    int group = warp + k * ROUTE_WARPS, e = group * 32 + lane;
+    key[k] = e < r.experts ? ordered(route_score(logit[k]) + bias[k]) : 0;
+    uint32_t most = __reduce_max_sync(0xffffffffu, key[k]);
+    bool bad = __ballot_sync(0xffffffffu, key[k] == 0 && e < r.experts) != 0;
+    if (lane == 0) s.group_max[group] = bad ? NAN_GROUP : most;
+  }
+  if (threadIdx.x == 0) s.count = 0, s.local_count = 0;
+  group_sync(1, ROUTE_THREADS);
+
+  /* every warp: the least of the group maxima that fewer than `chosen` exceed */
+  uint32_t mine = s.group_max[lane], bound = 0;
+  if (groups >= r.chosen && !__any_sync(0xffffffffu, mine == NAN_GROUP)) {
+    int above = 0;
+#pragma unroll
+    for (int g = 0; g < 32; g += 4) {
+      uint4 other = *(const uint4 *)&s.group_max[g];
+      above += (other.x > mine) + (other.y > mine) + (other.z > mine) + (other.w > mine);
+    }
+    bound = __reduce_min_sync(0xffffffffu, above < r.chosen ? mine : 0xffffffffu);
+  }
+#pragma unroll
+  for (int k = 0; k < ROUTE_KEYS; k++) {
+    int group = warp + k * ROUTE_WARPS, e = group * 32 + lane;
+    if (group >= groups) break;
+    uint32_t mask = __ballot_sync(0xffffffffu, e < r.experts && key[k] >= bound);
+    if (!mask) continue;
+    int base = 0;
+    if (lane == 0) base = atomicAdd(&s.count, __popc(mask));
+    base = __shfl_sync(0xffffffffu, base, 0) + __popc(mask & ((1u << lane) - 1u));
+    if (mask >> lane & 1) s.candidate[base] = (uint64_t)key[k] << 32 | (uint32_t)~e;
+  }
+  group_sync(1, ROUTE_THREADS);
+
+  /* eight lanes a candidate: how many stand before it, and (upper half) how many of those are local */
+  int count = s.count, eighth = threadIdx.x & 7;
+  for (int c = threadIdx.x >> 3; c - (lane >> 3) < count; c += ROUTE_THREADS / 8) {
+    uint64_t own = c < count ? s.candidate[c] : 0;
+    uint32_t before = 0;
+    for (int k = eighth; k < count; k += 8) {
+      uint64_t other = s.candidate[k];
+      uint32_t id = ~(uint32_t)other - (uint32_t)first;
+      if (other > own) before += id < (uint32_t)local ? 0x10001 : 1;
     }
 #pragma unroll
-    for (int k = 0; k < 2; k++) {
-      int e = first + k * blockDim.x;
-      if (e >= groups * 32) break; /* whole warps */
-      uint32_t key = 0;
-      if (e < r.experts) {
-        float score = 1.0f / (1.0f + expf(-logit[k]));
-        key = ordered(score + bias[k]);
-        s.score[e] = score;
-        s.key[e] = key;
+    for (int o = 4; o; o >>= 1) before += __shfl_xor_sync(0xffffffffu, before, o);
+    int rank = before & 0xffff, slot = before >> 16;
+    if (eighth == 0 && c < count && rank < r.chosen) {
+      int32_t id = (int32_t)~(uint32_t)own;
+      s.ids[rank] = id;
+      if ((uint32_t)(id - first) < (uint32_t)local) {
+        s.local[slot] = (int32_t)(id - first);
+        atomicAdd(&s.local_count, 1);
       }
-      uint32_t most = __reduce_max_sync(0xffffffffu, key);
-      int bad = __ballot_sync(0xffffffffu, key == 0 && e < r.experts) != 0;
-      if (lane == 0) s.group_max[e >> 5] = most, s.group_bad[e >> 5] = bad;
     }
   }
-  if (threadIdx.x == 0) s.count = 0, s.bound = 0;
-  __syncthreads();
-  if (threadIdx.x < 32 && groups >= r.chosen) { /* the chosen-th largest group maximum */
-    uint32_t mine = lane < groups ? s.group_max[lane] : 0;
-    int rank = 0;
-#pragma unroll
-    for (int g = 0; g < 32; g++) {
-      uint32_t other = __shfl_sync(0xffffffffu, mine, g);
-      rank += g < groups && (other > mine || (other == mine && g < lane));
-    }
-    if (lane < groups && rank == r.chosen - 1) s.bound = mine;
-  }
-  __syncthreads();
-  uint32_t bound = s.bound;
-  for (int e = threadIdx.x; e < r.experts; e += blockDim.x) {
-    uint32_t key = s.key[e];
-    if (key >= bound) s.candidate[atomicAdd(&s.count, 1)] = (uint64_t)key << 32 | (uint32_t)~e;
-  }
-  __syncthreads();
-  int count = s.count;
-  for (int c = threadIdx.x >> 5; c < count; c += blockDim.x >> 5) { /* a warp a candidate */
-    uint64_t mine = s.candidate[c];
-    int rank = 0;
-    for (int k = 0; k < count; k += 32)
-      rank += __popc(__ballot_sync(0xffffffffu, k + lane < count && s.candidate[k + lane] > mine));
-    if (lane == 0 && rank < r.chosen) s.ids[rank] = (int32_t)~(uint32_t)mine;
-  }
-  __syncthreads();
 }
 
-/* The weights of s.ids, a lane each; one whole warp. */
+/* The weight of s.ids[lane]; one whole warp. */
 static __device__ __forceinline__ float route_weight(const K3CudaRouting &r, const RouteShared &s)
 {
   int lane = threadIdx.x & 31;
-  float score = lane < r.chosen ? s.score[s.ids[lane]] : 0.0f, sum = score;
+  float score = lane < r.chosen ? route_score(__ldcg(r.logits + s.ids[lane])) : 0.0f, sum = score;
 #pragma unroll
   for (int o = 16; o; o >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, o);
-  bool bad = __ballot_sync(0xffffffffu, lane < (r.experts + 31) / 32 && s.group_bad[lane]) != 0;
+  bool bad = __any_sync(0xffffffffu, s.group_max[lane] == NAN_GROUP);
   return bad ? NAN : score / (r.renormalize ? sum + 1e-20f : 1.0f) * r.scaling;
 }
 

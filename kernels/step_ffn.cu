@@ -1,7 +1,6 @@
 /* The feed-forward sublayers: dense, and mixture of experts. See step.h. Layer: backend (CUDA), host code only.
  * Follows feed_dense and feed_moe of src/host/host_step.c. */
 #include "kernels/experts.h"
-#include "kernels/router.h"
 #include "kernels/step.h"
 
 K3Status k3_step_feed_dense(K3Cuda *cuda, int64_t i, K3CudaVector x)
@@ -17,7 +16,7 @@ static K3Status project_latent(K3Cuda *cuda, int64_t i, K3CudaVector x)
 {
   K3CudaLinear linear = k3_step_products(cuda, k3_step_vector(x, cuda->config->hidden_size));
   k3_step_add_group(&linear, &cuda->layers[i].ffn, cuda->ffn_y);
-  if (!cuda->apart && !cuda->communicates) linear.blocks_per_sm = cuda->latent_blocks;
+  if (!cuda->communicates) linear.blocks_per_sm = cuda->latent_blocks;
   K3_TRY(k3_step_multiply_all(cuda, &linear));
   const void *const own[2] = {cuda->ffn_y, cuda->ffn_y + k3_cuda_own(cuda, K3_SHARE_LATENT_ROWS)};
   void *const data[2] = {cuda->latent, cuda->logits_router};
@@ -51,70 +50,37 @@ static int64_t chosen_bytes(const K3Cuda *cuda, const K3CudaMatrix *matrix)
          cuda->config->num_experts_per_token;
 }
 
-/* Routing and the gate and up of the chosen experts of this rank. */
-static K3Status gate_and_up(K3Cuda *cuda, int64_t i, K3Range group, int64_t band)
+/* Routing, z = Σ w_e Down_e hidden_e of this rank's experts, and the shared experts' down into `branch`. */
+static K3Status experts(K3Cuda *cuda, int64_t i, K3Range group, int64_t band)
 {
   const K3Config *c = cuda->config;
-  K3CudaExpertsGateUp a;
+  int64_t shared = k3_cuda_own(cuda, K3_SHARE_SHARED);
+  K3CudaExperts a;
   memset(&a, 0, sizeof a);
   a.y = k3_step_values(cuda->latent, c->latent_size);
   a.gate = k3_cuda_tensor(cuda, i, K3_ROLE_EXPERTS_GATE)->matrix;
   a.up = k3_cuda_tensor(cuda, i, K3_ROLE_EXPERTS_UP)->matrix;
-  a.first = group.begin;
-  a.local = group.end - group.begin;
-  a.band = band;
-  a.route = !cuda->apart;
-  a.routing = routing_of(cuda, i);
-  a.ids = cuda->ids;
-  a.weights = cuda->chosen_weights;
-  a.hidden = cuda->hidden;
-  a.situ_beta = (float)c->situ_beta;
-  a.situ_linear_beta = (float)c->situ_linear_beta;
-  a.exact = cuda->exact;
-  if (cuda->apart) {
-    int quantise = !cuda->exact && c->latent_size % 32 == 0 && k3_format_is_quantised(a.gate.type);
-    K3CudaRouter router;
-    memset(&router, 0, sizeof router);
-    router.routing = a.routing;
-    router.ids = a.ids;
-    router.weights = a.weights;
-    if (quantise) {
-      router.latent = a.y;
-      router.quantised = cuda->latent_codes;
-      a.y = k3_step_vector(cuda->latent_codes, c->latent_size);
-    }
-    K3_TRY(k3_cuda_router(&cuda->launch, &router));
-  }
-  cuda->phase_bytes[cuda->phase] += chosen_bytes(cuda, &a.gate) + chosen_bytes(cuda, &a.up);
-  return k3_cuda_experts_gate_up(&cuda->launch, &a);
-}
-
-/* z = Σ w_e Down_e hidden_e, and the shared experts' down into `branch`. */
-static K3Status down(K3Cuda *cuda, int64_t i, K3Range group, int64_t band)
-{
-  const K3Config *c = cuda->config;
-  int64_t shared = k3_cuda_own(cuda, K3_SHARE_SHARED);
-  K3CudaExpertsDown a;
-  memset(&a, 0, sizeof a);
-  a.hidden = cuda->hidden;
   a.down = k3_cuda_tensor(cuda, i, K3_ROLE_EXPERTS_DOWN)->matrix;
   a.first = group.begin;
   a.local = group.end - group.begin;
   a.band = band;
-  a.latent = c->latent_size;
-  a.chosen = (int)c->num_experts_per_token;
+  a.routing = routing_of(cuda, i);
   a.ids = cuda->ids;
   a.weights = cuda->chosen_weights;
+  a.hidden = cuda->hidden;
   a.z = cuda->z;
+  a.meeting = cuda->meeting;
+  a.situ_beta = (float)c->situ_beta;
+  a.situ_linear_beta = (float)c->situ_linear_beta;
   a.exact = cuda->exact;
+  cuda->phase_bytes[cuda->phase] += chosen_bytes(cuda, &a.gate) + chosen_bytes(cuda, &a.up) + chosen_bytes(cuda, &a.down);
   if (shared > 0) {
     a.shared.matrix = k3_cuda_tensor(cuda, i, K3_ROLE_SHARED_DOWN_PROJ)->matrix;
     a.shared.y = cuda->branch;
     a.shared_input = k3_step_situ(cuda, shared_gate(cuda), shared_gate(cuda) + shared, shared);
+    cuda->phase_bytes[cuda->phase] += k3_cuda_matrix_read_bytes(&a.shared.matrix, a.shared.matrix.rows);
   }
-  cuda->phase_bytes[cuda->phase] += chosen_bytes(cuda, &a.down);
-  if (shared > 0) cuda->phase_bytes[cuda->phase] += k3_cuda_matrix_read_bytes(&a.shared.matrix, a.shared.matrix.rows);
-  return k3_cuda_experts_down(&cuda->launch, &a);
+  return k3_cuda_experts(&cuda->launch, &a);
 }
 
 K3Status k3_step_feed_moe(K3Cuda *cuda, int64_t i, K3CudaVector x)
@@ -125,8 +91,7 @@ K3Status k3_step_feed_moe(K3Cuda *cuda, int64_t i, K3CudaVector x)
   int64_t band = k3_cuda_own(cuda, K3_SHARE_EXPERTS), shared = k3_cuda_own(cuda, K3_SHARE_SHARED);
   K3_TRY(project_latent(cuda, i, x));
   if (band > 0 && group.end > group.begin) {
-    K3_TRY(gate_and_up(cuda, i, group, band));
-    K3_TRY(down(cuda, i, group, band));
+    K3_TRY(experts(cuda, i, group, band));
   } else { /* more ranks than bands: this one has no experts */
     K3_TRY(k3_cuda_fill(&cuda->launch, cuda->z, c->latent_size, 0.0f, 0.0f));
     if (shared > 0)

@@ -10,7 +10,6 @@
 
 #include "kernels/head.h"
 #include "kernels/norm.h"
-#include "kernels/router.h"
 #include "tests/kernel_device.h"
 
 __attribute__((weak)) void k3_check_attention(K3Table *table) { (void)table; }
@@ -142,84 +141,6 @@ static void check_fill(K3Table *table)
     K3_CHECK_CUDA(cudaFree(memory));
     free_matrix(&repacked);
   }
-}
-
-/* ---------------------------------------------------------------- router */
-
-typedef struct {
-  K3CudaRouter router;
-} RouterWork;
-static K3Status work_router(void *context, const K3CudaLaunch *launch, int set)
-{
-  (void)set;
-  return k3_cuda_router(launch, &((RouterWork *)context)->router);
-}
-
-static void check_router(K3Table *table, int experts, int chosen, int levels, int64_t latent)
-{
-  float *logits = k3_table_floats(table, experts, 1.5), *bias = k3_table_floats(table, experts, 0.1);
-  float *y = k3_table_floats(table, latent + 32, 1.0);
-  if (levels) /* many exact ties */
-    for (int e = 0; e < experts; e++) logits[e] = rintf(logits[e] * levels / 4) / levels, bias[e] = 0;
-  int32_t ids[K3_ROUTER_CHOSEN];
-  double weights[K3_ROUTER_CHOSEN];
-  ref_route(logits, bias, experts, chosen, ids, weights);
-  int8_t *codes = (int8_t *)malloc(2 * (size_t)latent + 1);
-  float *scales = (float *)malloc((size_t)latent + 4);
-  double *meant = (double *)malloc((size_t)latent * 8 + 8);
-  ref_quantise(y, latent, codes, scales, meant);
-  RouterWork work;
-  K3CudaRouter *r = &work.router;
-  memset(r, 0, sizeof *r);
-  r->routing.experts = experts;
-  r->routing.chosen = chosen;
-  r->routing.logits = (float *)k3_table_upload(logits, experts * 4);
-  r->routing.bias = (float *)k3_table_upload(bias, experts * 4);
-  r->routing.scaling = 2.5f;
-  r->routing.renormalize = 1;
-  r->ids = (int32_t *)k3_table_poisoned(K3_ROUTER_CHOSEN * 4);
-  r->weights = (float *)k3_table_poisoned(K3_ROUTER_CHOSEN * 4);
-  r->latent.n = latent;
-  r->latent.vector.values = (float *)k3_table_upload(y, latent * 4 + 4);
-  r->quantised.codes = (int8_t *)k3_table_poisoned(2 * latent + 4);
-  r->quantised.scales = (float *)k3_table_poisoned(latent / 8 + 4);
-  K3CudaUse use;
-  K3CudaLaunch launch = plain_launch(table, &use);
-  double error[2] = {0, 0};
-  for (int pass = 0; pass < 2; pass++) { /* the second pass: the control, one logit raised */
-    if (pass) {
-      float top = 30.0f;
-      int32_t last = ids[chosen - 1];
-      K3_CHECK_CUDA(cudaMemcpy((void *)(r->routing.logits + last), &top, 4, cudaMemcpyHostToDevice));
-    }
-    K3_CHECK_STATUS(k3_cuda_router(&launch, r));
-    int32_t *got_ids = (int32_t *)k3_table_download(r->ids, chosen * 4);
-    float *got = (float *)k3_table_download(r->weights, chosen * 4);
-    int8_t *got_codes = (int8_t *)k3_table_download(r->quantised.codes, 2 * latent + 4);
-    float *got_scales = (float *)k3_table_download(r->quantised.scales, latent / 8 + 4);
-    error[pass] = k3_table_error(got, weights, chosen);
-    for (int k = 0; k < chosen; k++)
-      if (got_ids[k] != ids[k]) error[pass] = INFINITY;
-    if (memcmp(got_codes, codes, 2 * (size_t)latent) || memcmp(got_scales, scales, (size_t)latent / 8)) error[pass] = INFINITY;
-    free(got_ids), free(got), free(got_codes), free(got_scales);
-  }
-  double us = table->time ? k3_table_microseconds(table, work_router, &work, 1, 20) : 0;
-  /* a NaN score or bias is not passed over: all weights are NaN */
-  for (int where = 0; where < 2; where++) {
-    float bad = NAN, good = where ? bias[experts / 2] : logits[experts / 2];
-    float *at = (float *)(where ? r->routing.bias : r->routing.logits) + experts / 2;
-    K3_CHECK_CUDA(cudaMemcpy(at, &bad, 4, cudaMemcpyHostToDevice));
-    K3_CHECK_STATUS(k3_cuda_router(&launch, r));
-    float *got = (float *)k3_table_download(r->weights, chosen * 4);
-    for (int k = 0; k < chosen; k++)
-      if (got[k] == got[k]) error[0] = INFINITY;
-    free(got);
-    K3_CHECK_CUDA(cudaMemcpy(at, &good, 4, cudaMemcpyHostToDevice));
-  }
-  char shape[64];
-  snprintf(shape, sizeof shape, "%d of %d%s, latent %lld", chosen, experts, levels ? " tied" : "", (long long)latent);
-  k3_table_row(table, shape, error[0], FLOAT_ALLOWED, error[1], &use, us, experts * 8.0 + (double)latent * 5);
-  free(logits), free(bias), free(y), free(codes), free(scales), free(meant);
 }
 
 /* ---------------------------------------------------------------- norm */
@@ -491,13 +412,6 @@ int main(int argc, char **argv)
   K3_CHECK_CUDA(cudaDeviceSynchronize());
   k3_table_header();
   if (!only || strcmp(only, "fill") == 0) check_fill(&table);
-  if (!only || strcmp(only, "router") == 0) {
-    check_router(&table, 896, 16, 0, 3584);
-    check_router(&table, 896, 16, 3, 3584);
-    check_router(&table, 1024, 32, 0, 4096);
-    check_router(&table, 8, 2, 0, 32);
-    check_router(&table, 33, 3, 2, 96);
-  }
   if (!only || strcmp(only, "norm") == 0) {
     check_norm(&table, 7168, 0, 0, 0, 0, 0);
     check_norm(&table, 7168, 0, 1, 0, 1, 0);

@@ -17,7 +17,7 @@ compile_host() { # source object; the host twins have planted faults, for the co
 }
 
 set -- kernels/experts.cu kernels/head.cu kernels/launch.cu kernels/linear.cu kernels/norm.cu kernels/repack.cu \
-  kernels/router.cu tests/kernel_check.cu tests/kernel_check_chain.cu tests/kernel_check_experts.cu \
+  tests/kernel_check.cu tests/kernel_check_chain.cu tests/kernel_check_experts.cu \
   tests/kernel_check_linear.cu src/base/status.c src/plan/formats.c -- "$@"
 if [ "${K3_ATTENTION:-0}" = 1 ]; then
   set -- kernels/kda.cu kernels/mla_merge.cu kernels/mla_prepare.cu kernels/mla_slice.cu kernels/mla_tensor.cu \

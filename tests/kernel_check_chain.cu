@@ -8,8 +8,7 @@ enum { CHAIN_LAYERS = 6 };
 typedef struct {
   K3CudaNorm norm[2];
   K3CudaLinear in, out, moe, routed_up;
-  K3CudaExpertsGateUp gate_up;
-  K3CudaExpertsDown down;
+  K3CudaExperts experts;
 } ChainLayer;
 typedef struct {
   ChainLayer layer[CHAIN_LAYERS];
@@ -25,19 +24,17 @@ static K3Status work_chain(void *context, const K3CudaLaunch *launch, int set)
   if (!(chain->mask & 4)) K3_TRY(k3_cuda_linear(launch, &l->out));
   if (!(chain->mask & 8)) K3_TRY(k3_cuda_norm(launch, &l->norm[1]));
   if (!(chain->mask & 16)) K3_TRY(k3_cuda_linear(launch, &l->moe));
-  if (!(chain->mask & 32)) K3_TRY(k3_cuda_experts_gate_up(launch, &l->gate_up));
-  if (!(chain->mask & 64)) K3_TRY(k3_cuda_experts_down(launch, &l->down));
-  if (!(chain->mask & 128)) K3_TRY(k3_cuda_linear(launch, &l->routed_up));
+  if (!(chain->mask & 32)) K3_TRY(k3_cuda_experts(launch, &l->experts));
+  if (!(chain->mask & 64)) K3_TRY(k3_cuda_linear(launch, &l->routed_up));
   return K3_OK;
 }
 
 /* The tuning fields of a layer's launches. */
-enum { KNOBS = 4 * 2 + 2 };
+enum { KNOBS = 4 * 2 };
 static int *knob(ChainLayer *l, int which)
 {
   K3CudaLinear *linear[4] = {&l->in, &l->out, &l->moe, &l->routed_up};
-  if (which < 8) return which % 2 == 0 ? &linear[which / 2]->blocks_per_sm : &linear[which / 2]->threads;
-  return which == 8 ? &l->gate_up.threads : &l->down.threads;
+  return which % 2 == 0 ? &linear[which / 2]->blocks_per_sm : &linear[which / 2]->threads;
 }
 
 static void set_knob(Chain *chain, int which, int value)
@@ -49,18 +46,17 @@ static void set_knob(Chain *chain, int which, int value)
 static void tune_chain(K3Table *table, Chain *chain)
 {
   static const char *names[4] = {"in", "o_proj", "moe", "routed_up"};
-  static const int values[3][4] = {{1, 2, -1}, {416, 352, 256, -1}, {512, 384, 256, -1}};
+  static const int values[2][4] = {{1, 2, -1}, {416, 352, 256, -1}};
   int pdl = table->pdl;
   table->pdl = 1;
-  for (int which = 0; which < KNOBS; which++) set_knob(chain, which, which < 8 ? values[which % 2][which % 2] : 512);
+  for (int which = 0; which < KNOBS; which++) set_knob(chain, which, values[which % 2][which % 2]);
   printf("\n# tuning of the chain, dependent launch: us for each value\n");
   for (int round = 0; round < 2; round++)
     for (int which = 0; which < KNOBS; which++) {
-      const int *choices = values[which < 8 ? which % 2 : 2];
+      const int *choices = values[which % 2];
       double best = INFINITY;
       int chosen = 0;
-      if (which < 8) printf("%9s %-9s", names[which / 2], which % 2 ? "threads" : "blocks");
-      else printf("%-19s", which == 8 ? "gate_up threads" : "down threads");
+      printf("%9s %-9s", names[which / 2], which % 2 ? "threads" : "blocks");
       for (int c = 0; choices[c] >= 0; c++) {
         set_knob(chain, which, choices[c]);
         double us = k3_table_microseconds(table, work_chain, chain, CHAIN_LAYERS, CHAIN_LAYERS * 4);
@@ -136,6 +132,8 @@ void time_chain(K3Table *table, int tune)
   float *bias = (float *)k3_table_upload(random + 2000, 896 * 4), *hidden = (float *)k3_table_poisoned(16 * BAND * 4);
   float *weights = (float *)k3_table_poisoned(64);
   int32_t *ids = (int32_t *)k3_table_poisoned(64);
+  uint32_t *meeting = (uint32_t *)k3_table_poisoned(4);
+  K3_CHECK_CUDA(cudaMemset(meeting, 0, 4));
   int64_t bytes = 0;
   K3CudaVector x = {(float *)k3_table_poisoned(H * 4), (int8_t *)k3_table_poisoned(2 * H), (float *)k3_table_poisoned(H / 8)};
   for (int s = 0; s < CHAIN_LAYERS; s++) {
@@ -154,42 +152,40 @@ void time_chain(K3Table *table, int tune)
     l->moe.input.n = H, l->moe.input.vector = x, l->moe.count = 1;
     l->moe.items[0].matrix = synth_matrix(Q8, 2096, H, fresh_rule(table, H));
     l->moe.items[0].y = moe;
-    K3CudaExpertsGateUp *g = &l->gate_up;
+    K3CudaExperts *g = &l->experts;
     g->y.kind = K3_INPUT_VALUES, g->y.n = L, g->y.vector.values = latent;
     g->gate = synth_matrix(K3_TYPE_IQ1_S, LOCAL * BAND, L, fresh_rule(table, L));
     g->up = synth_matrix(K3_TYPE_IQ1_S, LOCAL * BAND, L, fresh_rule(table, L));
-    g->local = LOCAL, g->band = BAND, g->route = 1, g->ids = ids, g->weights = weights, g->hidden = hidden;
+    g->local = LOCAL, g->band = BAND, g->ids = ids, g->weights = weights, g->hidden = hidden;
     g->routing.experts = 896, g->routing.chosen = 16, g->routing.logits = logits, g->routing.bias = bias;
     g->routing.scaling = 1, g->routing.renormalize = 1, g->situ_beta = 4, g->situ_linear_beta = 25;
-    K3CudaExpertsDown *d = &l->down;
-    d->hidden = hidden, d->down = synth_matrix(K3_TYPE_IQ1_S, LOCAL * L, BAND, fresh_rule(table, BAND));
-    d->local = LOCAL, d->band = BAND, d->latent = L, d->chosen = 16, d->ids = ids, d->weights = weights, d->z = z;
-    d->shared.matrix = synth_matrix(Q8, H, SHARED, fresh_rule(table, SHARED)), d->shared.y = branch;
-    d->shared_input.kind = K3_INPUT_SITU, d->shared_input.n = SHARED, d->shared_input.vector.values = moe + 560;
-    d->shared_input.up = moe + 560 + 768, d->shared_input.situ_beta = 4, d->shared_input.situ_linear_beta = 25;
+    g->down = synth_matrix(K3_TYPE_IQ1_S, LOCAL * L, BAND, fresh_rule(table, BAND)), g->z = z, g->meeting = meeting;
+    g->shared.matrix = synth_matrix(Q8, H, SHARED, fresh_rule(table, SHARED)), g->shared.y = branch;
+    g->shared_input.kind = K3_INPUT_SITU, g->shared_input.n = SHARED, g->shared_input.vector.values = moe + 560;
+    g->shared_input.up = moe + 560 + 768, g->shared_input.situ_beta = 4, g->shared_input.situ_linear_beta = 25;
     l->routed_up.input.kind = K3_INPUT_RMS, l->routed_up.input.n = 448, l->routed_up.input.full = L;
     l->routed_up.input.vector.values = z, l->routed_up.input.norm = norm, l->routed_up.input.eps = 1e-5f;
     l->routed_up.count = 1, l->routed_up.items[0].add = 1, l->routed_up.items[0].y = branch;
     l->routed_up.items[0].matrix = synth_matrix(Q8, H, 448, fresh_rule(table, 448));
     if (s == 0) {
       bytes = k3_cuda_linear_bytes(&l->in) + k3_cuda_linear_bytes(&l->out) + k3_cuda_linear_bytes(&l->moe) +
-              k3_cuda_linear_bytes(&l->routed_up) + k3_cuda_matrix_read_bytes(&d->shared.matrix, H);
+              k3_cuda_linear_bytes(&l->routed_up) + k3_cuda_matrix_read_bytes(&g->shared.matrix, H);
     }
   }
-  static const char *names[8] = {"norm", "kda in", "o_proj", "norm", "moe in", "gate_up", "down+shared", "routed_up"};
+  static const char *names[7] = {"norm", "kda in", "o_proj", "norm", "moe in", "experts", "routed_up"};
   int pdl = table->pdl, here = 0;
   double whole[2];
   if (tune) tune_chain(table, chain);
   for (table->pdl = 0; table->pdl < 2; table->pdl++) whole[table->pdl] = k3_table_microseconds(table, work_chain, chain, CHAIN_LAYERS, CHAIN_LAYERS * 4);
   int32_t *chosen = (int32_t *)k3_table_download(ids, 64);
   for (int k = 0; k < 16; k++) here += chosen[k] >= 0 && chosen[k] < LOCAL;
-  bytes += here * (2 * k3_cuda_matrix_read_bytes(&chain->layer[0].gate_up.gate, BAND) +
-                   k3_cuda_matrix_read_bytes(&chain->layer[0].down.down, L));
-  printf("\n# chain of 8 kernels a layer (KDA projections, MoE with %d local experts; no attention, no collectives), %.1f MB\n",
+  bytes += here * (2 * k3_cuda_matrix_read_bytes(&chain->layer[0].experts.gate, BAND) +
+                   k3_cuda_matrix_read_bytes(&chain->layer[0].experts.down, L));
+  printf("\n# chain of 7 kernels a layer (KDA projections, MoE with %d local experts; no attention, no collectives), %.1f MB\n",
          here, (double)bytes * 1e-6);
   printf("%-22s %10s %10s\n", "", "plain us", "pdl us");
   printf("%-22s %10.2f %10.2f   (floor %.2f at 4.5 TB/s)\n", "whole", whole[0], whole[1], (double)bytes / 4.5e6);
-  for (int k = 0; k < 8; k++) {
+  for (int k = 0; k < 7; k++) {
     double without[2];
     chain->mask = 1 << k;
     for (table->pdl = 0; table->pdl < 2; table->pdl++)

@@ -1,4 +1,4 @@
-/* See experts.h. Layer: host backend. Twin of kernels/router.cu and kernels/experts.cu. */
+/* See experts.h. Layer: host backend. Twin of kernels/experts.cu. */
 #include "host/experts.h"
 
 #include <math.h>
