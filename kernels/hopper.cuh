@@ -11,6 +11,24 @@ static __device__ __forceinline__ uint32_t shared_address(const void *pointer)
   return (uint32_t)__cvta_generic_to_shared(pointer);
 }
 
+static __device__ __forceinline__ void store_shared(uint32_t address, float value)
+{
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
+}
+
+static __device__ __forceinline__ float2 load_shared(uint32_t address)
+{
+  float2 value;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(value.x), "=f"(value.y) : "r"(address) : "memory");
+  return value;
+}
+
+/* 16 bytes of zeros. */
+static __device__ __forceinline__ void clear_shared(uint32_t address)
+{
+  asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(address), "r"(0) : "memory");
+}
+
 /* --- mbarriers: phases alternate 0, 1, 0 … --- */
 
 static __device__ __forceinline__ void barrier_init(uint32_t barrier, uint32_t count)
@@ -89,6 +107,21 @@ static __device__ __forceinline__ void fence_async_shared()
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
+/* --- copies of 16 bytes from global to shared memory; groups complete in order --- */
+
+/* 16 zeros unless `there`. Through the L2 alone. */
+static __device__ __forceinline__ void fetch_16(uint32_t to, const void *from, bool there)
+{
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
+}
+static __device__ __forceinline__ void fetch_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+/* All groups of this thread but the last LEFT are there. */
+template <int LEFT>
+static __device__ __forceinline__ void fetched()
+{
+  asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
+}
+
 /* --- bulk tensor copies --- */
 
 /* Box at (column, row, chunk) of a three-dimensional map to shared memory; completes on `barrier`. */
@@ -112,32 +145,25 @@ static __device__ __forceinline__ void copy_box_to(const CUtensorMap *map, uint3
       : "memory");
 }
 
-/* The same as far as the L2. */
-static __device__ __forceinline__ void fetch_box(const CUtensorMap *map, int column, int row, int chunk)
-{
-  asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];" ::"l"(map), "r"(column), "r"(row),
-               "r"(chunk)
-               : "memory");
-}
-
 static __device__ __forceinline__ void fetch_map(const CUtensorMap *map)
 {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-/* Contiguous bytes from shared memory to global, multiples of 16. */
-static __device__ __forceinline__ void copy_out(void *to, uint32_t from, uint32_t bytes)
+/* Box at (column, row, plane) of a three-dimensional map from shared memory; what lies outside the map is left out. */
+static __device__ __forceinline__ void copy_box_out(const CUtensorMap *map, uint32_t from, int column, int row, int plane)
 {
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes)
+  asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map), "r"(from),
+               "r"(column), "r"(row), "r"(plane)
                : "memory");
 }
 
-static __device__ __forceinline__ void copy_out_finish()
-{
-  asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group 0;" ::: "memory");
-}
+static __device__ __forceinline__ void copy_out_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-/* --- warpgroup products: d[64, N] (+)= A[64, 16] B[16, N]; rows of both in 128-byte swizzled atoms --- */
+/* This thread's copies have read their shared memory; the end of the kernel is what makes them visible. */
+static __device__ __forceinline__ void copy_out_finish() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+
+/* --- warpgroup products: d[64, N] (+)= A[64, 16] B[16, N]; rows in memory of 128-byte swizzled atoms --- */
 
 /* Operand descriptor: atoms of 8 rows × 128 bytes, 128-byte swizzle, next atom 1,024 bytes on. Both offsets say so: one
  * is read for an operand whose rows run along the summed axis, the other for a transposed one of width 64. */
@@ -155,7 +181,79 @@ static __device__ __forceinline__ void wgmma_wait()
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
 }
 
-template <bool F16, int TRANSPOSE_A>
+/* Registers a thread of this warpgroup may use from here. */
+template <int COUNT>
+static __device__ __forceinline__ void registers_more()
+{
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+template <int COUNT>
+static __device__ __forceinline__ void registers_fewer()
+{
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+
+/* A in registers: of each warp's 16 rows, what four 8 x 8 matrices of ldmatrix hold. N = 64. */
+template <bool F16>
+static __device__ __forceinline__ void wgmma_registers(float *d, const uint32_t *a, uint64_t b, int add)
+{
+  if constexpr (F16)
+    asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, %37, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, "
+        "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+        "{%32, %33, %34, %35}, %36, p, 1, 1, 0; }"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+          "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+          "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+  else
+    asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, %37, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, "
+        "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+        "{%32, %33, %34, %35}, %36, p, 1, 1, 0; }"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+          "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+          "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+}
+
+/* Both in shared memory. N = 64. */
+template <bool F16>
+static __device__ __forceinline__ void wgmma_shared(float *d, uint64_t a, uint64_t b, int add)
+{
+  if constexpr (F16)
+    asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, %34, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, "
+        "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+        "%32, %33, p, 1, 1, 0, 0; }"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+          "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+          "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+        : "l"(a), "l"(b), "r"(add));
+  else
+    asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, %34, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, "
+        "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+        "%32, %33, p, 1, 1, 0, 0; }"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+          "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+          "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+        : "l"(a), "l"(b), "r"(add));
+}
+
+template <bool F16>
 static __device__ __forceinline__ void wgmma_n16(float *d, uint64_t a, uint64_t b, int add)
 {
   if constexpr (F16)
@@ -163,20 +261,20 @@ static __device__ __forceinline__ void wgmma_n16(float *d, uint64_t a, uint64_t 
         "{ .reg .pred p; setp.ne.b32 p, %10, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16 "
         "{%0, %1, %2, %3, %4, %5, %6, %7}, "
-        "%8, %9, p, 1, 1, %11, 0; }"
+        "%8, %9, p, 1, 1, 1, 0; }"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
-        : "l"(a), "l"(b), "r"(add), "n"(TRANSPOSE_A));
+        : "l"(a), "l"(b), "r"(add));
   else
     asm volatile(
         "{ .reg .pred p; setp.ne.b32 p, %10, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 "
         "{%0, %1, %2, %3, %4, %5, %6, %7}, "
-        "%8, %9, p, 1, 1, %11, 0; }"
+        "%8, %9, p, 1, 1, 1, 0; }"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
-        : "l"(a), "l"(b), "r"(add), "n"(TRANSPOSE_A));
+        : "l"(a), "l"(b), "r"(add));
 }
 
-template <bool F16, int TRANSPOSE_A>
+template <bool F16>
 static __device__ __forceinline__ void wgmma_n24(float *d, uint64_t a, uint64_t b, int add)
 {
   if constexpr (F16)
@@ -184,47 +282,71 @@ static __device__ __forceinline__ void wgmma_n24(float *d, uint64_t a, uint64_t 
         "{ .reg .pred p; setp.ne.b32 p, %14, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n24k16.f32.f16.f16 "
         "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11}, "
-        "%12, %13, p, 1, 1, %15, 0; }"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11])
-        : "l"(a), "l"(b), "r"(add), "n"(TRANSPOSE_A));
+        "%12, %13, p, 1, 1, 1, 0; }"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11])
+        : "l"(a), "l"(b), "r"(add));
   else
     asm volatile(
         "{ .reg .pred p; setp.ne.b32 p, %14, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n24k16.f32.bf16.bf16 "
         "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11}, "
-        "%12, %13, p, 1, 1, %15, 0; }"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11])
-        : "l"(a), "l"(b), "r"(add), "n"(TRANSPOSE_A));
+        "%12, %13, p, 1, 1, 1, 0; }"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11])
+        : "l"(a), "l"(b), "r"(add));
 }
 
-template <bool F16, int TRANSPOSE_A>
+template <bool F16>
 static __device__ __forceinline__ void wgmma_n48(float *d, uint64_t a, uint64_t b, int add)
 {
   if constexpr (F16)
     asm volatile(
         "{ .reg .pred p; setp.ne.b32 p, %26, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n48k16.f32.f16.f16 "
-        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23}, "
-        "%24, %25, p, 1, 1, %27, 0; }"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23])
-        : "l"(a), "l"(b), "r"(add), "n"(TRANSPOSE_A));
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, "
+        "%22, %23}, "
+        "%24, %25, p, 1, 1, 1, 0; }"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+          "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23])
+        : "l"(a), "l"(b), "r"(add));
   else
     asm volatile(
         "{ .reg .pred p; setp.ne.b32 p, %26, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n48k16.f32.bf16.bf16 "
-        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23}, "
-        "%24, %25, p, 1, 1, %27, 0; }"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23])
-        : "l"(a), "l"(b), "r"(add), "n"(TRANSPOSE_A));
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, "
+        "%22, %23}, "
+        "%24, %25, p, 1, 1, 1, 0; }"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+          "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23])
+        : "l"(a), "l"(b), "r"(add));
 }
 
-/* N heads; A transposed (its rows in memory run along the summed axis) when TRANSPOSE_A. */
-template <int N, bool F16, int TRANSPOSE_A>
-static __device__ __forceinline__ void wgmma(float *d, uint64_t a, uint64_t b, int add)
+/* Both in shared memory, A transposed: its rows in memory run along the summed axis. */
+template <int N, bool F16>
+static __device__ __forceinline__ void wgmma_transposed(float *d, uint64_t a, uint64_t b, int add)
 {
-  if constexpr (N == 16) wgmma_n16<F16, TRANSPOSE_A>(d, a, b, add);
-  if constexpr (N == 24) wgmma_n24<F16, TRANSPOSE_A>(d, a, b, add);
-  if constexpr (N == 48) wgmma_n48<F16, TRANSPOSE_A>(d, a, b, add);
+  if constexpr (N == 16) wgmma_n16<F16>(d, a, b, add);
+  if constexpr (N == 24) wgmma_n24<F16>(d, a, b, add);
+  if constexpr (N == 48) wgmma_n48<F16>(d, a, b, add);
+}
+
+/* --- 8 × 8 matrices of 16-bit numbers; lane i gives the address of row i % 8 of matrix i / 8 --- */
+
+static __device__ __forceinline__ void load_matrices(uint32_t *to, uint32_t row)
+{
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(row)
+               : "memory");
+}
+
+static __device__ __forceinline__ void store_matrices(uint32_t row, uint32_t a, uint32_t b, uint32_t c, uint32_t d)
+{
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(a), "r"(b), "r"(c), "r"(d)
+               : "memory");
 }
 
 #endif

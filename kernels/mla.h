@@ -76,7 +76,6 @@ typedef struct {
   const int64_t *rows;
   float *acc, *m, *l;
   int apart; /* tensor arm, tuning: 1: two passes of a slice each load the cache for themselves */
-  int ahead; /* tensor arm, tuning: tiles asked of the L2 before shared memory has room; 0 (none) measured best */
 } K3CudaMlaSlice;
 
 /* CUDA cores: any cache type, C up to 1024, C + R a multiple of 8. Twin: k3_host_mla_slice. */

@@ -2,16 +2,18 @@
  *
  * Grid    slices × passes blocks (pass fastest); one block a multiprocessor; two passes of one slice form a cluster
  *         that loads the cache once between them.
- * Block   13 warps: one warpgroup for scores and softmax, two for the sums over values, one warp that copies.
+ * Block   4 warpgroups: one for scores and softmax, two for the sums over values, one that copies.
  * Reads   the slice's rows once a pair of passes (1,152 bytes each), the queries once a block.
- * Bound   few heads: memory; 48 heads a block: memory and shared memory alike.
+ * Bound   few heads: memory; 48 heads a block: tensor cores and shared memory alike, 2,100 cycles a tile counted, 2,850
+ *         measured; then the stores of the partials.
  *
- * Everything is transposed, so that any multiple of 8 heads is an exact operand width (no padding of heads to 64):
- *   scores   Sᵀ[64 rows, N] = cache tile [64, 576] · queriesᵀ [576, N]
- *   sums     Oᵀ[512, N]    += tileᵀ [512, 64] · weights [64, N]        the same tile in shared memory, read transposed
- * A tile of 64 rows arrives as 3 stages of 3 chunks of 64 columns in a ring, chunks 6 … 8 (8: the R part) first. The
- * scores of tile t + 1 run while the sums of tile t do. Asking the L2 for later tiles (ahead > 0) was slower wherever
- * memory is the bound: 12 heads x 131,072 rows 39 us without, 47 with one or two tiles, 57 with four. */
+ *   scores   S[64 heads, 64 rows] = queries [64, 576] · tileᵀ      512 of the 576 in registers (128 a thread), heads past N
+ *                                                                  are dropped
+ *   sums     Oᵀ[512, N] += tileᵀ [512, 64] · weights [64, N]       the same tile in shared memory, read transposed, so
+ *                                                                  that any multiple of 8 heads is an exact width
+ * With most of the queries out of shared memory it holds three tiles of 64 rows: one in the sums, the next in the scores, the third
+ * on its way. A tile is a rope chunk and 4 stages of 2 chunks of 64 columns; stages 0 and 2 are the first 256 columns, for
+ * one warpgroup of sums, 1 and 3 the others, for the other. The third buffer brings the queries first. */
 #include <cuda.h>
 #include <cuda_runtime.h>
 #include <math.h>
@@ -25,51 +27,57 @@ namespace {
 
 constexpr int TILE = K3_MLA_TENSOR_TILE_ROWS;
 constexpr int LATENT = 512, ROPE = 64;
-constexpr int CHUNK_COLS = 64, CHUNKS = (LATENT + ROPE) / CHUNK_COLS;
+constexpr int CHUNK_COLS = 64, CHUNKS = (LATENT + ROPE) / CHUNK_COLS, ROPE_CHUNK = CHUNKS - 1;
 constexpr int CHUNK_BYTES = TILE * CHUNK_COLS * 2;
-constexpr int STAGE_CHUNKS = 3, TILE_STAGES = CHUNKS / STAGE_CHUNKS, STAGE_BYTES = STAGE_CHUNKS * CHUNK_BYTES;
-constexpr int BLOCK = 13 * 32;
-constexpr int STAGE_PITCH = LATENT + 4; /* floats; 2 · pitch ≡ 8 mod 32: conflict-free stores */
+constexpr int STAGE_CHUNKS = 2, STAGES = 4, STAGE_BYTES = STAGE_CHUNKS * CHUNK_BYTES, BUFFER_BYTES = STAGES * STAGE_BYTES;
+constexpr int BUFFERS = 3, ROPE_BUFFERS = 2;
+constexpr int QUERY_BUFFER = BUFFERS - 1;                 /* where the queries arrive */
+constexpr int OUT_COLS = 32;                              /* columns of a box of the result, 128 bytes */
+constexpr int BLOCK = 512;
+/* Registers a thread, 65,536 in all. */
+constexpr int SCORE_REGISTERS = 224, SUM_REGISTERS = 128, COPY_REGISTERS = 32;
+static_assert((SCORE_REGISTERS + 2 * SUM_REGISTERS + COPY_REGISTERS) * 128 == 65536, "registers of a multiprocessor");
 enum { SYNC_SCORES = 1, SYNC_SUMS = 2 /* and 3 */, SYNC_BOTH_SUMS = 4 };
+static_assert(TILE == 64 && BUFFERS * STAGES * STAGE_CHUNKS * CHUNK_COLS == BUFFERS * LATENT, "a buffer holds a tile's values");
 
 template <int N>
-struct Shared { /* byte offsets from a 1,024-aligned base */
-  static constexpr int SLOTS = N == 48 ? 6 : N == 24 ? 7 : 8;
-  static constexpr int QUERY = SLOTS * STAGE_BYTES;
-  static constexpr int QUERY_CHUNK = N * CHUNK_COLS * 2;
-  static constexpr int WEIGHTS = QUERY + CHUNKS * QUERY_CHUNK; /* two of [N][64] */
-  static constexpr int WEIGHTS_BYTES = N * TILE * 2;
-  static constexpr int RESCALE = WEIGHTS + 2 * WEIGHTS_BYTES; /* two of f32 [N] */
-  static constexpr int COLUMN = RESCALE + 2 * N * 4;          /* two of f32 [4][N] */
-  static constexpr int BARRIERS = COLUMN + 2 * 4 * N * 4;
-  static constexpr int FULL = BARRIERS, EMPTY = FULL + 8 * SLOTS;
-  static constexpr int QUERY_FULL = EMPTY + 8 * SLOTS;
-  static constexpr int WEIGHTS_FULL = QUERY_FULL + 8, WEIGHTS_EMPTY = WEIGHTS_FULL + 16;
-  static constexpr int BYTES = WEIGHTS_EMPTY + 16;
-  static_assert(N * STAGE_PITCH * 4 <= QUERY, "the result is staged in the ring");
-  static_assert(QUERY_CHUNK % 1024 == 0 && WEIGHTS_BYTES % 1024 == 0, "swizzle atoms");
-  static_assert(BYTES + 1024 <= 227 * 1024, "shared memory of a block");
+struct Shared { /* byte offsets; swizzle atoms want multiples of 1,024 */
+  static constexpr int VALUES = 0, ROPES = VALUES + BUFFERS * BUFFER_BYTES;
+  static constexpr int QUERY = QUERY_BUFFER * BUFFER_BYTES, QUERY_CHUNK = N * CHUNK_COLS * 2;
+  static constexpr int QUERY_ROPE = ROPES + ROPE_BUFFERS * CHUNK_BYTES; /* stays; as 64 heads it runs into what follows */
+  static constexpr int WEIGHTS = QUERY_ROPE + QUERY_CHUNK; /* two of [N, rounded up to 16][64] */
+  static constexpr int WEIGHTS_BYTES = (N + 15) / 16 * 16 * TILE * 2;
+  static constexpr int RESCALE = WEIGHTS + 2 * WEIGHTS_BYTES; /* two of f32 [64] */
+  static constexpr int FULL = RESCALE + 2 * 64 * 4, EMPTY = FULL + 8 * BUFFERS * STAGES;
+  static constexpr int ROPE_FULL = EMPTY + 8 * BUFFERS * STAGES, ROPE_EMPTY = ROPE_FULL + 8 * ROPE_BUFFERS;
+  static constexpr int WEIGHTS_FULL = ROPE_EMPTY + 8 * ROPE_BUFFERS, WEIGHTS_EMPTY = WEIGHTS_FULL + 16;
+  static constexpr int USED = WEIGHTS_EMPTY + 16, READ = QUERY_ROPE + 64 * 128;
+  static constexpr int BYTES = USED > READ ? USED : READ;
+  static constexpr int OUT_BOX = N * OUT_COLS * 4;
+  static_assert(ROPE_CHUNK * QUERY_CHUNK <= BUFFER_BYTES && LATENT / 2 / OUT_COLS * OUT_BOX <= BUFFER_BYTES, "they fit a buffer");
+  static_assert(QUERY_CHUNK % 1024 == 0 && WEIGHTS_BYTES % 1024 == 0 && OUT_BOX % 1024 == 0, "swizzle atoms");
+  static_assert(BYTES <= 227 * 1024, "shared memory of a block");
 };
 
 struct TensorArguments {
-  CUtensorMap cache_map, query_map;
-  int64_t heads, passes, slices;
+  CUtensorMap values_map, rope_map, out_map;
+  const char *query;
+  int heads, passes;
+  int64_t slices;
   const int64_t *rows;
   float scale_log2;
   float *acc, *m, *l;
   int pair; /* 1: clusters of two passes, each block copies every other stage to both */
-  int ahead; /* stages asked of the L2 */
 };
 
-/* Stages of a tile in the ring's order: chunks 6 … 8, 0 … 2, 3 … 5. */
-__device__ __forceinline__ constexpr int first_chunk(int stage) { return stage == 0 ? 6 : 3 * (stage - 1); }
-__device__ __forceinline__ constexpr int stage_of(int chunk) { return chunk >= 6 ? 0 : 1 + chunk / 3; }
-/* The four chunks of a summing warpgroup, those of the stage that both need last: 0 1 2 3 and 6 7 4 5. */
-__device__ __forceinline__ constexpr int chunk_of(int warpgroup, int i) { return warpgroup == 0 ? i : i < 2 ? 6 + i : 2 + i; }
+/* First chunk of columns of a tile's stage. */
+__device__ __forceinline__ constexpr int first_chunk(int stage) { return stage % 2 * 4 + stage / 2 * 2; }
 
-/* One lane of a warp says that the warp needs a slot no more, to whoever fills it. */
+/* A warp says that it needs a stage no more, to whoever fills it. Only where it is filled again: an arrival that nobody
+ * waits for could reach a block of the pair that has ended. */
 __device__ __forceinline__ void release(uint32_t barrier, int pair, int lane)
 {
+  __syncwarp();
   if (!pair) {
     if (lane == 0) barrier_arrive(barrier);
   } else if (lane < 2) {
@@ -78,42 +86,50 @@ __device__ __forceinline__ void release(uint32_t barrier, int pair, int lane)
 }
 
 struct Slice {
-  int64_t begin, end, rows; /* rows of this slice, all cached rows */
+  int begin, left; /* its first row; rows from there to the newest, those of later slices too */
   int tiles;
 };
 
+/* A buffer of the ring and how often it was used before: b = tile mod 3, use = tile / 3. */
+struct Ring {
+  uint32_t buffer = 0, use = 0;
+  __device__ __forceinline__ void advance()
+  {
+    if (++buffer == BUFFERS) buffer = 0, use++;
+  }
+};
+
+__device__ __forceinline__ void copy_rows(const TensorArguments &a, const CUtensorMap *map, uint32_t to, uint32_t full,
+                                          int bytes, int row, int chunk, bool mine)
+{
+  barrier_expect(full, bytes);
+  if (!a.pair)
+    copy_box(map, to, full, 0, row, chunk);
+  else if (mine)
+    copy_box_to(map, to, full, 0, row, chunk, 3);
+}
+
 template <int N>
-__device__ void copy_tiles(const TensorArguments &a, const Slice &slice, uint32_t base, int pass, uint32_t rank)
+__device__ void copy_tiles(const TensorArguments &a, const Slice &slice, uint32_t base, int rank)
 {
   using L = Shared<N>;
-  const int total = slice.tiles * TILE_STAGES, begin = (int)slice.begin;
-  const int newest = (int)((slice.rows - 1 - slice.begin) / TILE); /* tile of the newest row, if it is one of ours */
-  bool waited = false;
-  int slot = 0, stage = 0, tile = 0, asked = L::SLOTS;
-  uint32_t phase = 1;
-  for (int n = 0; n <= total; n++) {
-    /* Older rows do not depend on the launch before; the newest row and the queries do. */
-    if (!waited && (n == total || n == L::SLOTS || tile == newest)) {
-      k3_wait();
-      waited = true;
-      barrier_expect(base + L::QUERY_FULL, CHUNKS * L::QUERY_CHUNK);
-      for (int c = 0; c < CHUNKS; c += STAGE_CHUNKS)
-        copy_box(&a.query_map, base + L::QUERY + c * L::QUERY_CHUNK, base + L::QUERY_FULL, 0, pass * N, c);
+  const int newest = (slice.left - 1) / TILE; /* tile of the newest row, if it is one of ours */
+  Ring ring;
+  for (int tile = 0; tile < slice.tiles; tile++) {
+    if (tile == newest) k3_wait(); /* older rows do not depend on the launch before */
+    const int row = slice.begin + tile * TILE;
+    const uint32_t rope = tile % ROPE_BUFFERS, rope_use = tile / ROPE_BUFFERS;
+    if (rope_use > 0) barrier_wait(base + L::ROPE_EMPTY + 8 * rope, (rope_use - 1) & 1);
+    copy_rows(a, &a.rope_map, base + L::ROPES + rope * CHUNK_BYTES, base + L::ROPE_FULL + 8 * rope, CHUNK_BYTES, row,
+              ROPE_CHUNK, tile % 2 == rank);
+    const uint32_t uses = ring.use + (ring.buffer == QUERY_BUFFER); /* the queries' was one */
+    for (int stage = 0; stage < STAGES; stage++) {
+      const uint32_t at = ring.buffer * STAGES + stage;
+      if (uses > 0) barrier_wait(base + L::EMPTY + 8 * at, (uses - 1) & 1);
+      copy_rows(a, &a.values_map, base + L::VALUES + at * STAGE_BYTES, base + L::FULL + 8 * at, STAGE_BYTES, row,
+                first_chunk(stage), stage % 2 == rank);
     }
-    if (n == total) break;
-    if (n >= L::SLOTS) barrier_wait(base + L::EMPTY + 8 * slot, phase);
-    const uint32_t full = base + L::FULL + 8 * slot, to = base + slot * STAGE_BYTES;
-    barrier_expect(full, STAGE_BYTES);
-    if (!a.pair)
-      copy_box(&a.cache_map, to, full, 0, begin + tile * TILE, first_chunk(stage));
-    else if ((n & 1) == (int)rank)
-      copy_box_to(&a.cache_map, to, full, 0, begin + tile * TILE, first_chunk(stage), 3);
-    if (n >= L::SLOTS - 1)
-      for (; asked < total && asked <= n + a.ahead; asked++)
-        if (!a.pair || (asked & 1) == (int)rank)
-          fetch_box(&a.cache_map, 0, begin + asked / TILE_STAGES * TILE, first_chunk(asked % TILE_STAGES));
-    if (++stage == TILE_STAGES) stage = 0, tile++;
-    if (++slot == L::SLOTS) slot = 0, phase ^= 1;
+    ring.advance();
   }
 }
 
@@ -128,148 +144,280 @@ __device__ __forceinline__ uint32_t pack_pair(float low, float high)
   return packed;
 }
 
-/* Two 8 × 8 matrices held as products hold them, stored transposed: lane i < 16 gives the row of matrix i / 8. */
-__device__ __forceinline__ void store_transposed(uint32_t to, uint32_t first, uint32_t second)
+/* 2^x; below 2^-126 zero, which a 16-bit weight is long before. */
+__device__ __forceinline__ float weight_of(float x)
 {
-  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(to), "r"(first), "r"(second)
-               : "memory");
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
 }
 
-/* Warps 0 … 3. A thread holds rows lane/4 and lane/4 + 8 of its warp's 16, heads 8 j + 2 (lane % 4) + {0, 1}. */
-template <int N, bool F16>
-__device__ void score_tiles(const TensorArguments &a, const Slice &slice, uint32_t base, char *shared, int pass,
-                            int64_t slice_index)
+/* Over the four lanes that share a head. */
+__device__ __forceinline__ float quad_max(float x)
+{
+  x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+  return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+}
+__device__ __forceinline__ float quad_sum(float x)
+{
+  x += __shfl_xor_sync(~0u, x, 1);
+  return x + __shfl_xor_sync(~0u, x, 2);
+}
+
+/* A chunk of the queries to shared memory, by the score warpgroup: not by the copy engine, which is busy with rows. */
+template <int N>
+__device__ __forceinline__ void fetch_queries(const TensorArguments &a, uint32_t base, int pass, int chunk)
 {
   using L = Shared<N>;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  float m[N / 4], l[N / 4];
+  const uint32_t to = base + (chunk == ROPE_CHUNK ? L::QUERY_ROPE : L::QUERY + chunk * L::QUERY_CHUNK);
 #pragma unroll
-  for (int i = 0; i < N / 4; i++) m[i] = K3_CUDA_EMPTY_M, l[i] = 0.0f;
+  for (int i = 0; i < (N * 8 + 127) / 128; i++) {
+    const int at = threadIdx.x + 128 * i, head = at / 8, unit = at % 8;
+    if (N * 8 % 128 != 0 && at >= N * 8) continue;
+    const bool there = pass * N + head < a.heads;
+    const char *from = a.query + (there ? (int64_t)(pass * N + head) * ((LATENT + ROPE) * 2) + chunk * 128 + unit * 16 : 0);
+    fetch_16(to + head * 128 + ((unit ^ (head % 8)) * 16), from, there);
+  }
+}
 
-  uint32_t slot = 0, phase = 0;
-  barrier_wait(base + L::QUERY_FULL, 0);
-  for (int tile = 0; tile < slice.tiles; tile++) {
-    /* 1. scores */
-    float s[N / 2];
-#pragma unroll 1
-    for (int stage = 0; stage < TILE_STAGES; stage++) {
-      barrier_wait(base + L::FULL + 8 * slot, phase);
-      const uint64_t rows = wgmma_operand(base + slot * STAGE_BYTES);
-      const uint64_t query = wgmma_operand(base + L::QUERY + first_chunk(stage) * L::QUERY_CHUNK);
+/* Warps 0 … 3, 16 heads each. A thread holds heads lane/4 and lane/4 + 8, rows 8 j + 2 (lane % 4) + {0, 1}: scores 4 j + {0, 1}
+ * of the first head, 4 j + {2, 3} of the second. */
+template <int N, bool F16>
+struct Scores {
+  using L = Shared<N>;
+  const TensorArguments &a;
+  const Slice &slice;
+  const uint32_t base;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  uint32_t query[ROPE_CHUNK][4][4];
+  float m[2] = {K3_CUDA_EMPTY_M, K3_CUDA_EMPTY_M}, l[2] = {0.0f, 0.0f}, keep[2];
+  Ring ring;
+
+  __device__ __forceinline__ Scores(const TensorArguments &arguments, const Slice &of, uint32_t address)
+      : a(arguments), slice(of), base(address)
+  {
+  }
+
+  /* A chunk of queries to registers; heads past N repeat others and are dropped. */
+  __device__ __forceinline__ void load_queries(int chunk)
+  {
+    const int head = (16 * warp + lane % 16) % N;
+#pragma unroll
+    for (int k = 0; k < 4; k++)
+      load_matrices(query[chunk][k],
+                    base + L::QUERY + chunk * L::QUERY_CHUNK + head * 128 + (((2 * k + lane / 16) ^ (head % 8)) * 16));
+  }
+
+  /* Starts the scores of a tile. The products queue up, but not all of a tile's: the tile before is weighed between them.
+   * FIRST: there is none before, and the queries arrive meanwhile, in the same order. */
+  template <bool FIRST>
+  __device__ __forceinline__ void start(int tile, float (&s)[TILE / 2], float (&before)[TILE / 2])
+  {
+    const uint32_t rope = tile % ROPE_BUFFERS;
+    if (FIRST) {
+      fetched<STAGES>();
+      fence_async_shared();
+      group_sync(SYNC_SCORES, 128);
+    }
+    barrier_wait(base + L::ROPE_FULL + 8 * rope, tile / ROPE_BUFFERS & 1);
+    wgmma_begin();
+    const uint64_t rope_query = wgmma_operand(base + L::QUERY_ROPE);
+    const uint64_t rope_rows = wgmma_operand(base + L::ROPES + rope * CHUNK_BYTES);
+#pragma unroll
+    for (int k = 0; k < 4; k++) wgmma_shared<F16>(s, rope_query + 2 * k, rope_rows + 2 * k, k > 0);
+#pragma unroll
+    for (int stage = 0; stage < STAGES; stage++) {
+      if (FIRST) {
+        stage == 0 ? fetched<3>() : stage == 1 ? fetched<2>() : stage == 2 ? fetched<1>() : fetched<0>();
+        group_sync(SYNC_SCORES, 128);
+#pragma unroll
+        for (int c = 0; c < STAGE_CHUNKS; c++) load_queries(first_chunk(stage) + c);
+      }
+      const uint32_t at = ring.buffer * STAGES + stage;
+      barrier_wait(base + L::FULL + 8 * at, ring.use & 1);
       wgmma_begin();
+      const uint64_t rows = wgmma_operand(base + L::VALUES + at * STAGE_BYTES);
 #pragma unroll
       for (int c = 0; c < STAGE_CHUNKS; c++)
 #pragma unroll
         for (int k = 0; k < 4; k++)
-          wgmma<N, F16, 0>(s, rows + c * (CHUNK_BYTES >> 4) + 2 * k, query + c * (L::QUERY_CHUNK >> 4) + 2 * k,
-                           stage + c + k > 0);
-      if (++slot == L::SLOTS) slot = 0, phase ^= 1;
+          wgmma_registers<F16>(s, query[first_chunk(stage) + c][k], rows + c * (CHUNK_BYTES >> 4) + 2 * k, 1);
+      if (!FIRST && stage == 0) find_largest(tile - 1, before);
+      if (!FIRST && stage == 1) weigh(tile - 1, before);
     }
     wgmma_commit();
+    ring.advance();
+    if (!FIRST) add_up(before);
+  }
+
+  /* Waits for the scores of a tile. */
+  __device__ __forceinline__ void finish(int tile)
+  {
     wgmma_wait<0>();
+    if (tile + ROPE_BUFFERS < slice.tiles) release(base + L::ROPE_EMPTY + 8 * (tile % ROPE_BUFFERS), a.pair, lane);
+  }
 
-    /* 2. rows past the end never count, whatever they hold */
-    const int64_t valid = slice.rows - (slice.begin + (int64_t)tile * TILE);
+  /* The largest score so far, and what that leaves of the sums. */
+  __device__ __forceinline__ void find_largest(int tile, float (&s)[TILE / 2])
+  {
+    /* rows past the end never count, whatever they hold */
+    const int valid = slice.left - tile * TILE;
     if (valid < TILE) {
-      const int row = 16 * warp + lane / 4;
 #pragma unroll
-      for (int i = 0; i < N / 2; i++)
-        if (row + 8 * ((i >> 1) & 1) >= valid) s[i] = -INFINITY;
+      for (int i = 0; i < TILE / 2; i++)
+        if (8 * (i / 4) + 2 * (lane % 4) + i % 2 >= valid) s[i] = -INFINITY;
     }
-
-    /* 3. largest score of each head: thread, warp, warpgroup */
-    float top[N / 4];
 #pragma unroll
-    for (int i = 0; i < N / 4; i++) {
-      top[i] = fmaxf(s[4 * (i / 2) + i % 2], s[4 * (i / 2) + 2 + i % 2]);
+    for (int h = 0; h < 2; h++) {
+      float top[TILE / 8];
 #pragma unroll
-      for (int step = 4; step < 32; step *= 2) top[i] = fmaxf(top[i], __shfl_xor_sync(~0u, top[i], step));
+      for (int j = 0; j < TILE / 8; j++) top[j] = fmaxf(s[4 * j + 2 * h], s[4 * j + 2 * h + 1]);
+#pragma unroll
+      for (int step = TILE / 16; step > 0; step /= 2)
+#pragma unroll
+        for (int j = 0; j < step; j++) top[j] = fmaxf(top[j], top[j + step]);
+      const float before = m[h];
+      m[h] = fmaxf(before, quad_max(top[0]) * a.scale_log2);
+      keep[h] = exp2f(before - m[h]);
     }
-    float *column = (float *)(shared + L::COLUMN) + (tile & 1) * 4 * N;
-    if (lane < 4)
-#pragma unroll
-      for (int j = 0; j < N / 8; j++)
-        *(float2 *)&column[warp * N + 8 * j + 2 * lane] = make_float2(top[2 * j], top[2 * j + 1]);
-    group_sync(SYNC_SCORES, 128);
+  }
 
-    /* 4. weights, in the layout of an operand: [head][64 rows], swizzled */
+  /* Scores to weights, in the layout of an operand: [head][64 rows], swizzled. */
+  __device__ __forceinline__ void weigh(int tile, float (&s)[TILE / 2])
+  {
     const uint32_t buffer = tile & 1, use = tile >> 1;
+#pragma unroll
+    for (int i = 0; i < TILE / 2; i++) s[i] = weight_of(fmaf(s[i], a.scale_log2, -m[i / 2 % 2]));
     if (use > 0) barrier_wait(base + L::WEIGHTS_EMPTY + 8 * buffer, (use - 1) & 1);
-    const uint32_t weights = base + L::WEIGHTS + buffer * L::WEIGHTS_BYTES;
-    float *rescale = (float *)(shared + L::RESCALE) + buffer * N;
+    if (16 * warp < N) {
+      const uint32_t row = base + L::WEIGHTS + buffer * L::WEIGHTS_BYTES + (16 * warp + lane % 16) * 128;
 #pragma unroll
-    for (int j = 0; j < N / 8; j++) {
-      const int head = 8 * j + 2 * (lane % 4);
-      float2 high = *(float2 *)&column[head];
-#pragma unroll
-      for (int w = 1; w < 4; w++) {
-        const float2 other = *(float2 *)&column[w * N + head];
-        high.x = fmaxf(high.x, other.x), high.y = fmaxf(high.y, other.y);
+      for (int j = 0; j < TILE / 8; j += 2)
+        store_matrices(row + (((j + lane / 16) ^ (lane % 8)) * 16), pack_pair<F16>(s[4 * j], s[4 * j + 1]),
+                       pack_pair<F16>(s[4 * j + 2], s[4 * j + 3]), pack_pair<F16>(s[4 * j + 4], s[4 * j + 5]),
+                       pack_pair<F16>(s[4 * j + 6], s[4 * j + 7]));
+      if (lane % 4 == 0) {
+        const uint32_t rescale = base + L::RESCALE + (buffer * 64 + 16 * warp + lane / 4) * 4;
+        store_shared(rescale, keep[0]), store_shared(rescale + 32, keep[1]);
       }
-      const float new_x = fmaxf(m[2 * j], high.x * a.scale_log2), new_y = fmaxf(m[2 * j + 1], high.y * a.scale_log2);
-      const float keep_x = exp2f(m[2 * j] - new_x), keep_y = exp2f(m[2 * j + 1] - new_y);
-      m[2 * j] = new_x, m[2 * j + 1] = new_y;
-      const float p0 = exp2f(fmaf(s[4 * j], a.scale_log2, -new_x)), p1 = exp2f(fmaf(s[4 * j + 1], a.scale_log2, -new_y));
-      const float p2 = exp2f(fmaf(s[4 * j + 2], a.scale_log2, -new_x)),
-                  p3 = exp2f(fmaf(s[4 * j + 3], a.scale_log2, -new_y));
-      l[2 * j] = l[2 * j] * keep_x + (p0 + p2), l[2 * j + 1] = l[2 * j + 1] * keep_y + (p1 + p3);
-      if (warp == 0 && lane < 4) *(float2 *)&rescale[head] = make_float2(keep_x, keep_y);
-      const int line = lane % 8, unit = 2 * warp + (lane / 8 & 1);
-      store_transposed(weights + (8 * j + line) * 128 + ((unit ^ line) * 16), pack_pair<F16>(p0, p1),
-                       pack_pair<F16>(p2, p3));
+      fence_async_shared();
     }
-    fence_async_shared();
     barrier_arrive(base + L::WEIGHTS_FULL + 8 * buffer);
   }
 
-  /* 5. m is the same in all threads of a head; l is summed over them */
-  float *column = (float *)(shared + L::COLUMN) + (slice.tiles & 1) * 4 * N;
+  __device__ __forceinline__ void last(int tile, float (&s)[TILE / 2])
+  {
+    find_largest(tile, s);
+    weigh(tile, s);
+    add_up(s);
+  }
+
+  __device__ __forceinline__ void add_up(const float (&s)[TILE / 2])
+  {
 #pragma unroll
-  for (int i = 0; i < N / 4; i++)
+    for (int h = 0; h < 2; h++) {
+      float sum[2] = {0.0f, 0.0f};
 #pragma unroll
-    for (int step = 4; step < 32; step *= 2) l[i] += __shfl_xor_sync(~0u, l[i], step);
-  if (lane < 4)
-#pragma unroll
-    for (int i = 0; i < N / 4; i++) column[warp * N + 8 * (i / 2) + 2 * lane + i % 2] = l[i];
-  group_sync(SYNC_SCORES, 128);
-  k3_wait();
-  if (warp == 0 && lane < 4)
-#pragma unroll
-    for (int i = 0; i < N / 4; i++) {
-      const int head = 8 * (i / 2) + 2 * lane + i % 2;
-      if (pass * N + head >= a.heads) continue;
-      const int64_t at = (pass * N + head) * a.slices + slice_index;
-      a.m[at] = m[i];
-      a.l[at] = column[head] + column[N + head] + column[2 * N + head] + column[3 * N + head];
+      for (int j = 0; j < TILE / 8; j++) sum[0] += s[4 * j + 2 * h], sum[1] += s[4 * j + 2 * h + 1];
+      l[h] = l[h] * keep[h] + (sum[0] + sum[1]);
     }
+  }
+};
+
+template <int N, bool F16>
+__device__ void score_tiles(const TensorArguments &a, const Slice &slice, uint32_t base, int pass, int slice_index)
+{
+  using L = Shared<N>;
+  Scores<N, F16> scores(a, slice, base);
+  const int warp = scores.warp, lane = scores.lane;
+
+  /* 1. queries, in the order of use, and the first tile */
+  k3_wait();
+  fetch_queries<N>(a, base, pass, ROPE_CHUNK);
+  fetch_commit();
+#pragma unroll
+  for (int stage = 0; stage < STAGES; stage++) {
+#pragma unroll
+    for (int c = 0; c < STAGE_CHUNKS; c++) fetch_queries<N>(a, base, pass, first_chunk(stage) + c);
+    fetch_commit();
+  }
+  float even[TILE / 2], odd[TILE / 2];
+  scores.template start<true>(0, even, odd);
+  fence_async_shared(); /* the copy engine writes there next */
+  if (slice.tiles > QUERY_BUFFER)
+#pragma unroll
+    for (int stage = 0; stage < STAGES; stage++)
+      release(base + L::EMPTY + 8 * (QUERY_BUFFER * STAGES + stage), a.pair, lane);
+
+  /* 2. the scores of a tile while the one before is weighed */
+  for (int tile = 0;; tile += 2) {
+    scores.finish(tile);
+    if (tile + 1 == slice.tiles) {
+      scores.last(tile, even);
+      break;
+    }
+    scores.template start<false>(tile + 1, odd, even);
+    scores.finish(tile + 1);
+    if (tile + 2 == slice.tiles) {
+      scores.last(tile + 1, odd);
+      break;
+    }
+    scores.template start<false>(tile + 2, even, odd);
+  }
+
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+    const float sum = quad_sum(scores.l[h]);
+    const int head = 16 * warp + lane / 4 + 8 * h;
+    if (lane % 4 != 0 || head >= N || pass * N + head >= a.heads) continue;
+    const int64_t at = (int64_t)(pass * N + head) * a.slices + slice_index;
+    a.m[at] = scores.m[h], a.l[at] = sum;
+  }
+}
+
+/* 64 columns × N heads of sums, as products hold them, to global memory by way of 2 boxes of shared memory. */
+template <int N, int warpgroup>
+__device__ __forceinline__ void put_chunk(const TensorArguments &a, const float *acc, uint32_t to, int col, int head,
+                                          int slice, int thread)
+{
+  using L = Shared<N>;
+  const int warp = thread / 32, lane = thread % 32;
+#pragma unroll
+  for (int i = 0; i < 4; i++) { /* head 8 j + h, column c */
+    const int h = 2 * (lane % 4) + i % 2, c = 16 * (warp % 2) + lane / 4 + 8 * (i / 2);
+    const uint32_t at = to + warp / 2 * L::OUT_BOX + h * 128 + (((c / 4) ^ h) * 16) + c % 4 * 4;
+#pragma unroll
+    for (int j = 0; j < N / 8; j++) store_shared(at + j * 1024, acc[4 * j + i]);
+  }
+  fence_async_shared();
+  group_sync(SYNC_SUMS + warpgroup, 128);
+  if (thread == 0) {
+    copy_box_out(&a.out_map, to, col, head, slice);
+    copy_box_out(&a.out_map, to + L::OUT_BOX, col + OUT_COLS, head, slice);
+    copy_out_commit();
+  }
 }
 
 /* Warps 4 … 11, two warpgroups; each has 4 chunks of 64 columns. */
 template <int N, bool F16, int warpgroup>
-__device__ void sum_tiles(const TensorArguments &a, const Slice &slice, uint32_t base, char *shared, int pass,
-                          int64_t index)
+__device__ void sum_tiles(const TensorArguments &a, const Slice &slice, uint32_t base, int pass, int slice_index)
 {
   using L = Shared<N>;
-  const int thread = threadIdx.x - 128, warp = thread % 128 / 32, lane = thread % 32;
+  const int thread = threadIdx.x % 128, lane = thread % 32;
   float acc[4][N / 2];
-  uint32_t first_slot = 0;
+  Ring ring;
   for (int tile = 0; tile < slice.tiles; tile++) {
     const uint32_t buffer = tile & 1;
-    uint32_t slot[TILE_STAGES];
-#pragma unroll
-    for (int i = 0; i < TILE_STAGES; i++) slot[i] = (first_slot + i) % L::SLOTS;
-    first_slot = (first_slot + TILE_STAGES) % L::SLOTS;
     barrier_wait(base + L::WEIGHTS_FULL + 8 * buffer, (tile >> 1) & 1);
 
     /* 1. a partial last tile: rows past the end may hold NaN, and 0 · NaN is NaN */
-    const int64_t valid = slice.rows - (slice.begin + (int64_t)tile * TILE);
+    const int valid = slice.left - tile * TILE;
     if (valid < TILE) {
-      const int units = (TILE - (int)valid) * 8;
+      const int units = (TILE - valid) * 8;
       for (int c = 0; c < 4; c++) {
-        const int chunk = chunk_of(warpgroup, c), stage = stage_of(chunk);
-        const uint32_t at = stage == 0 ? slot[0] : stage == 1 ? slot[1] : slot[2];
-        char *rows = shared + at * STAGE_BYTES + (chunk - first_chunk(stage)) * CHUNK_BYTES + valid * 128;
-        for (int i = thread % 128; i < units; i += 128) *(uint4 *)(rows + i * 16) = make_uint4(0, 0, 0, 0);
+        const uint32_t at = ring.buffer * STAGES + c / STAGE_CHUNKS * 2 + warpgroup;
+        const uint32_t rows = base + L::VALUES + at * STAGE_BYTES + c % STAGE_CHUNKS * CHUNK_BYTES + valid * 128;
+        for (int i = thread; i < units; i += 128) clear_shared(rows + i * 16);
       }
       fence_async_shared();
       group_sync(SYNC_SUMS + warpgroup, 128);
@@ -277,10 +425,10 @@ __device__ void sum_tiles(const TensorArguments &a, const Slice &slice, uint32_t
 
     /* 2. earlier tiles to the new largest score */
     if (tile > 0) {
-      const float *rescale = (const float *)(shared + L::RESCALE) + buffer * N;
+      const uint32_t rescale = base + L::RESCALE + (buffer * 64 + 2 * (lane % 4)) * 4;
 #pragma unroll
       for (int j = 0; j < N / 8; j++) {
-        const float2 keep = *(const float2 *)&rescale[8 * j + 2 * (lane % 4)];
+        const float2 keep = load_shared(rescale + 32 * j);
 #pragma unroll
         for (int c = 0; c < 4; c++) {
           acc[c][4 * j] *= keep.x, acc[c][4 * j + 1] *= keep.y;
@@ -291,48 +439,44 @@ __device__ void sum_tiles(const TensorArguments &a, const Slice &slice, uint32_t
 
     /* 3. sums; a stage is given back as soon as its products are done */
     const uint64_t weights = wgmma_operand(base + L::WEIGHTS + buffer * L::WEIGHTS_BYTES);
+    const uint32_t first = ring.buffer * STAGES + warpgroup, second = first + 2;
 #pragma unroll
     for (int c = 0; c < 4; c++) {
-      const int chunk = chunk_of(warpgroup, c), stage = stage_of(chunk);
-      const uint32_t at = stage == 0 ? slot[0] : stage == 1 ? slot[1] : slot[2];
-      const uint64_t rows = wgmma_operand(base + at * STAGE_BYTES + (chunk - first_chunk(stage)) * CHUNK_BYTES);
-      wgmma_begin();
+      if (c % STAGE_CHUNKS == 0) wgmma_begin();
+      const uint64_t rows = wgmma_operand(base + L::VALUES + (c < STAGE_CHUNKS ? first : second) * STAGE_BYTES +
+                                          c % STAGE_CHUNKS * CHUNK_BYTES);
 #pragma unroll
-      for (int k = 0; k < 4; k++) wgmma<N, F16, 1>(acc[c], rows + k * (2048 >> 4), weights + 2 * k, tile + k > 0);
-      wgmma_commit();
+      for (int k = 0; k < 4; k++)
+        wgmma_transposed<N, F16>(acc[c], rows + k * (2048 >> 4), weights + 2 * k, tile + k > 0);
+      if (c % STAGE_CHUNKS == STAGE_CHUNKS - 1) wgmma_commit();
     }
     wgmma_wait<1>();
-    release(base + L::EMPTY + 8 * slot[0], a.pair, lane);
-    release(base + L::EMPTY + 8 * slot[1], a.pair, lane);
-    wgmma_wait<0>();
-    release(base + L::EMPTY + 8 * slot[2], a.pair, lane);
-    if (lane == 0) barrier_arrive(base + L::WEIGHTS_EMPTY + 8 * buffer);
-  }
-
-  /* 4. out, by way of shared memory: [head][column], a bulk copy a head */
-  group_sync(SYNC_BOTH_SUMS, 256);
-  float *stage = (float *)shared;
+    const bool filled_again = tile + BUFFERS < slice.tiles;
+    if (filled_again) release(base + L::EMPTY + 8 * first, a.pair, lane);
+    if (tile == slice.tiles - 1) {
+      /* 4. out, by way of a buffer of the ring that both warpgroups are done with; half of it before the last products are */
+      k3_wait();
+      group_sync(SYNC_BOTH_SUMS, 256);
+      const uint32_t to = base + L::VALUES + (ring.buffer + 1 + warpgroup) % BUFFERS * BUFFER_BYTES;
 #pragma unroll
-  for (int c = 0; c < 4; c++)
-#pragma unroll
-    for (int i = 0; i < N / 2; i++) {
-      const int head = 8 * (i / 4) + 2 * (lane % 4) + i % 2;
-      const int at = chunk_of(warpgroup, c) * CHUNK_COLS + 16 * warp + lane / 4 + 8 * ((i >> 1) & 1);
-      stage[head * STAGE_PITCH + at] = acc[c][i];
+      for (int c = 0; c < 4; c++) {
+        if (c == STAGE_CHUNKS) wgmma_wait<0>();
+        put_chunk<N, warpgroup>(a, acc[c], to + 2 * c * L::OUT_BOX, (4 * warpgroup + c) * CHUNK_COLS, pass * N, slice_index,
+                                thread);
+      }
+      if (thread == 0) copy_out_finish();
     }
-  fence_async_shared();
-  group_sync(SYNC_BOTH_SUMS, 256);
-  k3_wait();
-  if (thread < N && pass * N + thread < a.heads) {
-    copy_out(a.acc + (index + thread) * LATENT, shared_address(stage + thread * STAGE_PITCH), LATENT * 4);
-    copy_out_finish();
+    wgmma_wait<0>();
+    if (filled_again) release(base + L::EMPTY + 8 * second, a.pair, lane);
+    if (lane == 0) barrier_arrive(base + L::WEIGHTS_EMPTY + 8 * buffer);
+    ring.advance();
   }
 }
 
 /* No rows: l = 0, m = -1e30, acc = 0. */
-__device__ void empty_slice(const TensorArguments &a, int64_t first_head, int heads, int64_t slice_index)
+__device__ void empty_slice(const TensorArguments &a, float *acc, int first_head, int heads, int64_t slice_index)
 {
-  float *acc = a.acc + (slice_index * a.heads + first_head) * LATENT;
+  acc += (slice_index * a.heads + first_head) * LATENT;
   k3_wait();
   for (int i = threadIdx.x; i < heads * LATENT; i += BLOCK) acc[i] = 0.0f;
   for (int i = threadIdx.x; i < heads; i += BLOCK) {
@@ -345,51 +489,56 @@ template <int N, bool F16>
 __global__ void __launch_bounds__(BLOCK, 1) mla_tensor_kernel(const __grid_constant__ TensorArguments a)
 {
   using L = Shared<N>;
-  extern __shared__ char raw[];
-  char *shared = raw + (1024 - shared_address(raw) % 1024) % 1024;
+  extern __shared__ __align__(1024) char shared[];
   const uint32_t base = shared_address(shared);
-  const int pass = (int)(blockIdx.x % a.passes);
-  const int64_t slice_index = blockIdx.x / a.passes;
-  const int64_t index = slice_index * a.heads + (int64_t)pass * N; /* of the pass's first head in acc */
-  const uint32_t rank = a.pair ? blockIdx.x & 1 : 0;
+  const int pass = (int)(blockIdx.x % (unsigned)a.passes), slice_index = (int)(blockIdx.x / (unsigned)a.passes);
+  const int rank = a.pair ? blockIdx.x & 1 : 0;
 
-  Slice slice;
-  slice.rows = __ldcg((const long long *)a.rows);
-  slice.begin = k3_attention_slice_begin(slice.rows, TILE, a.slices, slice_index);
-  slice.end = k3_attention_slice_begin(slice.rows, TILE, a.slices, slice_index + 1);
-  slice.tiles = (int)((slice.end - slice.begin + TILE - 1) / TILE);
-  if (slice.tiles == 0) { /* both blocks of a pair take this way */
-    empty_slice(a, (int64_t)pass * N, (int)min((int64_t)N, a.heads - (int64_t)pass * N), slice_index);
-    return;
-  }
-
+  const int64_t rows = __ldcg((const long long *)a.rows);
   if (threadIdx.x == 0) {
-    fetch_map(&a.cache_map), fetch_map(&a.query_map);
-    for (int i = 0; i < L::SLOTS; i++) {
+    fetch_map(&a.values_map), fetch_map(&a.rope_map), fetch_map(&a.out_map);
+    const int blocks = a.pair ? 2 : 1;
+    for (int i = 0; i < BUFFERS * STAGES; i++) {
       barrier_init(base + L::FULL + 8 * i, 1);
-      barrier_init(base + L::EMPTY + 8 * i, a.pair ? 16 : 8);
+      barrier_init(base + L::EMPTY + 8 * i, 4 * blocks);
     }
-    barrier_init(base + L::QUERY_FULL, 1);
+    for (int i = 0; i < ROPE_BUFFERS; i++) {
+      barrier_init(base + L::ROPE_FULL + 8 * i, 1);
+      barrier_init(base + L::ROPE_EMPTY + 8 * i, 4 * blocks);
+    }
     for (int i = 0; i < 2; i++) {
       barrier_init(base + L::WEIGHTS_FULL + 8 * i, 128);
       barrier_init(base + L::WEIGHTS_EMPTY + 8 * i, 8);
     }
     barrier_init_fence();
   }
-  __syncthreads();
-  if (a.pair) cluster_arrive(), cluster_wait();
-
-  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0); /* roles are uniform, and the compiler must know */
-  if (warp < 4) {
-    score_tiles<N, F16>(a, slice, base, shared, pass, slice_index);
-  } else if (warp < 8) {
-    sum_tiles<N, F16, 0>(a, slice, base, shared, pass, index);
-  } else if (warp < 12) {
-    sum_tiles<N, F16, 1>(a, slice, base, shared, pass, index);
-  } else if (threadIdx.x % 32 == 0) {
-    copy_tiles<N>(a, slice, base, pass, rank);
+  if (a.pair) cluster_arrive();
+  const int64_t begin = k3_attention_slice_begin(rows, TILE, a.slices, slice_index);
+  const int64_t end = k3_attention_slice_begin(rows, TILE, a.slices, slice_index + 1);
+  const Slice slice = {(int)begin, (int)(rows - begin), (int)((end - begin + TILE - 1) / TILE)};
+  if (slice.tiles == 0) { /* both blocks of a pair take this way */
+    if (a.pair) cluster_wait();
+    empty_slice(a, a.acc, pass * N, min(N, a.heads - pass * N), slice_index);
+    return;
   }
-  if (a.pair) { /* the other block may still be reading or writing here */
+  if (a.pair)
+    cluster_wait();
+  else
+    __syncthreads();
+
+  const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0); /* roles are uniform, and the compiler must know */
+  if (warpgroup == 0) {
+    registers_more<SCORE_REGISTERS>();
+    score_tiles<N, F16>(a, slice, base, pass, slice_index);
+  } else if (warpgroup == 1) {
+    sum_tiles<N, F16, 0>(a, slice, base, pass, slice_index);
+  } else if (warpgroup == 2) {
+    sum_tiles<N, F16, 1>(a, slice, base, pass, slice_index);
+  } else {
+    registers_fewer<COPY_REGISTERS>();
+    if (threadIdx.x == BLOCK - 128) copy_tiles<N>(a, slice, base, rank);
+  }
+  if (a.pair) { /* the other block may still write here */
     cluster_arrive();
     cluster_wait();
   }
@@ -397,7 +546,14 @@ __global__ void __launch_bounds__(BLOCK, 1) mla_tensor_kernel(const __grid_const
 
 /* Host side. */
 
-K3Status make_map(CUtensorMap *map, K3CudaCacheType type, const void *memory, int64_t rows, int box_rows)
+struct Box { /* of a map of three dimensions, the first contiguous */
+  CUtensorMapDataType type;
+  const void *memory;
+  cuuint64_t size[3], stride[2]; /* elements; bytes of the second and third dimension */
+  cuuint32_t box[3];
+};
+
+K3Status make_map(CUtensorMap *map, const Box &b)
 {
   typedef CUresult (*Encode)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *, const cuuint64_t *,
                              const cuuint64_t *, const cuuint32_t *, const cuuint32_t *, CUtensorMapInterleave,
@@ -407,18 +563,24 @@ K3Status make_map(CUtensorMap *map, K3CudaCacheType type, const void *memory, in
   K3_CUDA_TRY(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found));
   if (!entry || found != cudaDriverEntryPointSuccess)
     K3_FAIL(K3_ERR_DEVICE, "mla_tensor: the driver has no cuTensorMapEncodeTiled; a driver for CUDA 12 or newer is needed");
-  /* columns of a chunk, rows, chunks: shared memory holds chunk after chunk */
-  const cuuint64_t size[3] = {CHUNK_COLS, (cuuint64_t)rows, CHUNKS};
-  const cuuint64_t stride[2] = {(LATENT + ROPE) * 2, CHUNK_COLS * 2};
-  const cuuint32_t box[3] = {CHUNK_COLS, (cuuint32_t)box_rows, STAGE_CHUNKS}, step[3] = {1, 1, 1};
-  CUresult result = ((Encode)entry)(
-      map, type == K3_CACHE_F16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3,
-      const_cast<void *>(memory), size, stride, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const cuuint32_t step[3] = {1, 1, 1};
+  CUresult result = ((Encode)entry)(map, b.type, 3, const_cast<void *>(b.memory), b.size, b.stride, b.box, step,
+                                    CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                    CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS)
-    K3_FAIL(K3_ERR_DEVICE, "mla_tensor: cuTensorMapEncodeTiled gave %d for %lld rows at %p", (int)result, (long long)rows,
-            memory);
+    K3_FAIL(K3_ERR_DEVICE, "mla_tensor: cuTensorMapEncodeTiled gave %d for %llu x %llu x %llu at %p", (int)result,
+            (unsigned long long)b.size[0], (unsigned long long)b.size[1], (unsigned long long)b.size[2], b.memory);
   return K3_OK;
+}
+
+/* 16-bit rows of C + R, cut into chunks of columns: shared memory holds chunk after chunk. */
+Box box_of_rows(K3CudaCacheType type, const void *memory, int64_t rows, int64_t box_rows, int box_chunks)
+{
+  return Box{type == K3_CACHE_F16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+             memory,
+             {CHUNK_COLS, (cuuint64_t)rows, CHUNKS},
+             {(LATENT + ROPE) * 2, CHUNK_COLS * 2},
+             {CHUNK_COLS, (cuuint32_t)box_rows, (cuuint32_t)box_chunks}};
 }
 
 template <int N>
@@ -430,9 +592,9 @@ const void *kernel_of(K3CudaCacheType type)
 K3Status find_kernel(int64_t width, K3CudaCacheType type, const void **kernel, size_t *shared)
 {
   switch (width) {
-  case 16: *kernel = kernel_of<16>(type), *shared = Shared<16>::BYTES + 1024; return K3_OK;
-  case 24: *kernel = kernel_of<24>(type), *shared = Shared<24>::BYTES + 1024; return K3_OK;
-  case 48: *kernel = kernel_of<48>(type), *shared = Shared<48>::BYTES + 1024; return K3_OK;
+  case 16: *kernel = kernel_of<16>(type), *shared = Shared<16>::BYTES; return K3_OK;
+  case 24: *kernel = kernel_of<24>(type), *shared = Shared<24>::BYTES; return K3_OK;
+  case 48: *kernel = kernel_of<48>(type), *shared = Shared<48>::BYTES; return K3_OK;
   default: K3_FAIL(K3_ERR_INPUT, "mla_tensor: %lld heads a pass; built for 16, 24 and 48", (long long)width);
   }
 }
@@ -475,19 +637,26 @@ K3Status k3_cuda_mla_tensor(const K3CudaLaunch *launch, const K3CudaMlaSlice *s)
   K3_TRY(find_kernel(s->heads_per_pass, s->cache_type, &kernel, &shared));
   TensorArguments arguments;
   memset(&arguments, 0, sizeof arguments);
-  K3_TRY(make_map(&arguments.cache_map, s->cache_type, s->cache, s->capacity, TILE));
-  K3_TRY(make_map(&arguments.query_map, s->cache_type, s->query, s->heads, (int)s->heads_per_pass));
-  arguments.heads = s->heads;
-  arguments.passes = (s->heads + s->heads_per_pass - 1) / s->heads_per_pass;
+  K3_TRY(make_map(&arguments.values_map, box_of_rows(s->cache_type, s->cache, s->capacity, TILE, STAGE_CHUNKS)));
+  K3_TRY(make_map(&arguments.rope_map, box_of_rows(s->cache_type, s->cache, s->capacity, TILE, 1)));
+  const cuuint64_t head_bytes = LATENT * sizeof(float);
+  K3_TRY(make_map(&arguments.out_map, Box{CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
+                                          s->acc,
+                                          {LATENT, (cuuint64_t)s->heads, (cuuint64_t)s->slices},
+                                          {head_bytes, head_bytes * (cuuint64_t)s->heads},
+                                          {OUT_COLS, (cuuint32_t)s->heads_per_pass, 1}}));
+  const int64_t passes = (s->heads + s->heads_per_pass - 1) / s->heads_per_pass;
+  if (s->heads > INT32_MAX || passes * s->slices > INT32_MAX)
+    K3_FAIL(K3_ERR_INPUT, "mla_tensor: %lld slices of %lld heads are too many for a grid", (long long)s->slices,
+            (long long)s->heads);
+  arguments.heads = (int)s->heads, arguments.passes = (int)passes;
   arguments.slices = s->slices;
   arguments.rows = s->rows;
   arguments.scale_log2 = (float)(s->scale * 1.4426950408889634);
+  arguments.query = (const char *)s->query;
   arguments.acc = s->acc, arguments.m = s->m, arguments.l = s->l;
-  arguments.pair = arguments.passes % 2 == 0 && !s->apart;
-  arguments.ahead = TILE_STAGES * (s->ahead > 0 ? s->ahead : 0);
-  if (arguments.passes * s->slices > INT32_MAX)
-    K3_FAIL(K3_ERR_INPUT, "mla_tensor: %lld slices are too many for a grid", (long long)s->slices);
+  arguments.pair = passes % 2 == 0 && !s->apart;
   void *parameters[] = {&arguments};
-  return k3_cuda_launch_kernel(launch, "mla_tensor_kernel", kernel, (unsigned)(arguments.passes * s->slices), BLOCK,
+  return k3_cuda_launch_kernel(launch, "mla_tensor_kernel", kernel, (unsigned)(passes * s->slices), BLOCK,
                                arguments.pair ? 2 : 1, shared, parameters);
 }

@@ -12,7 +12,7 @@
 #include "kernels/norm.h"
 #include "tests/kernel_device.h"
 
-__attribute__((weak)) void k3_check_attention(K3Table *table) { (void)table; }
+__attribute__((weak)) void k3_check_attention(K3Table *, const char *) {}
 
 int8_t ref_grid[K3_CODEBOOK_ENTRIES][8];
 uint32_t *d_codebook, *d_books[K3_CODEBOOK_COUNT];
@@ -388,7 +388,7 @@ int main(int argc, char **argv)
     else if (strcmp(argv[i], "--type") == 0 && i + 1 < argc) type = argv[++i];
     else if (strcmp(argv[i], "--tune") == 0) tune = 1;
     else {
-      fprintf(stderr, "usage: kernel_check [--seed N] [--no-time] [--pdl 0|1] [--only fill|linear|router|experts|formats|norm|head|attention|chain] [--type FORMAT] [--tune]\n");
+      fprintf(stderr, "usage: kernel_check [--seed N] [--no-time] [--pdl 0|1] [--only fill|linear|router|experts|formats|norm|head|attention[:WORD,...]|chain] [--type FORMAT] [--tune]\n");
       return 2;
     }
   }
@@ -436,7 +436,8 @@ int main(int argc, char **argv)
     check_argmax(&table, 20480, 3);
     check_argmax(&table, 7, 0);
   }
-  if (!only || strcmp(only, "attention") == 0) k3_check_attention(&table);
+  if (!only || strcmp(only, "attention") == 0) k3_check_attention(&table, "");
+  if (only && strncmp(only, "attention:", 10) == 0) k3_check_attention(&table, only + 10);
   if (tune && table.time) tune_linear(&table);
   if (table.time && (!only || strcmp(only, "chain") == 0)) time_chain(&table, tune);
   printf("\n%d rows, %d wrong: %s\n", table.rows, table.failures, table.failures ? "FAILED" : "all right");

@@ -21,7 +21,7 @@ set -- kernels/experts.cu kernels/head.cu kernels/launch.cu kernels/linear.cu ke
   tests/kernel_check_linear.cu src/base/status.c src/plan/formats.c -- "$@"
 if [ "${K3_ATTENTION:-0}" = 1 ]; then
   set -- kernels/kda.cu kernels/mla_merge.cu kernels/mla_prepare.cu kernels/mla_slice.cu kernels/mla_tensor.cu \
-    tests/kernel_check_attention.cu src/host/kda.c src/plan/attention.c src/plan/attention_tuning.c "$@"
+    tests/kernel_check_attention.cu tests/kernel_check_slices.cu src/host/kda.c src/plan/attention.c src/plan/attention_tuning.c "$@"
 fi
 
 rm -f "$BUILD"/*.o # of another K3_ATTENTION

@@ -1,5 +1,5 @@
 /* The table of kernel_check: random inputs, poisoned outputs, errors, timing by graph replays, one row a check.
- * Included by tests/kernel_check.cu and tests/kernel_check_attention.cu (CUDA C++, host code). */
+ * Included by the sources of kernel_check (CUDA C++, host code). */
 #ifndef K3_TESTS_KERNEL_TABLE_H
 #define K3_TESTS_KERNEL_TABLE_H
 
@@ -21,8 +21,8 @@ typedef struct {
   int pdl;
 } K3Table;
 
-/* The attention families' rows; in kernel_check_attention.cu (weak in kernel_check.cu). */
-void k3_check_attention(K3Table *table);
+/* The attention families' rows; in kernel_check_attention.cu (weak in kernel_check.cu). `words`: which, "" for all. */
+void k3_check_attention(K3Table *table, const char *words);
 
 #define K3_CHECK_CUDA(call)                                                                              \
   do {                                                                                                   \

@@ -104,7 +104,9 @@ static inline K3_HOST_DEVICE int64_t k3_attention_slice_begin(int64_t rows, int6
                                                               int64_t slice)
 {
   int64_t tiles = (rows + tile_rows - 1) / tile_rows;
-  int64_t begin = tiles * slice / slices * tile_rows;
+  int64_t whole = tiles * slice; /* 32 bits as a rule, and a device divides 64 in software */
+  int64_t before = whole <= UINT32_MAX && slices <= UINT32_MAX ? (uint32_t)whole / (uint32_t)slices : whole / slices;
+  int64_t begin = before * tile_rows;
   return begin < rows ? begin : rows;
 }
 
