@@ -221,9 +221,11 @@ struct BlockPairs {
   {
     const int lane = threadIdx.x & 31;
     K3BlockBook book;
-    book.grid = s.book + (lane & (grid_copies(TYPE) - 1));
+    uint32_t grid_at = 4 * (lane & (grid_copies(TYPE) - 1)), sign_at = 4 * (lane & (sign_copies(TYPE) - 1));
+    asm volatile("" : "+r"(grid_at), "+r"(sign_at)); /* opaque: an address is one multiply-add then */
+    book.grid = (const uint32_t *)((const char *)s.book + grid_at);
     book.grid_step = 4 * grid_copies(TYPE);
-    book.signs = s.book + s_grid_words * grid_copies(TYPE) + (lane & (sign_copies(TYPE) - 1));
+    book.signs = (const uint32_t *)((const char *)(s.book + s_grid_words * grid_copies(TYPE)) + sign_at);
     book.sign_step = 4 * sign_copies(TYPE);
     uint32_t table[4]; /* sixteen values: registers */
     if (TYPE == K3_TYPE_IQ4_XS) {

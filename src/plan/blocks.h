@@ -264,7 +264,9 @@ K3_BLOCK_INLINE float k3_block_half(uint32_t bits)
 K3_BLOCK_INLINE uint32_t k3_block_permute(uint32_t a, uint32_t b, uint32_t selector)
 {
 #ifdef __CUDA_ARCH__
-  return __byte_perm(a, b, selector);
+  uint32_t word; /* __byte_perm would mask the selector first */
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(word) : "r"(a), "r"(b), "r"(selector));
+  return word;
 #else
   uint64_t both = (uint64_t)b << 32 | a;
   uint32_t word = 0;
@@ -285,7 +287,7 @@ K3_BLOCK_INLINE uint32_t k3_block_spread(uint32_t bits) { return ((bits & 15u) *
 K3_BLOCK_INLINE uint32_t k3_block_byte(uint32_t word, int i)
 {
 #ifdef __CUDA_ARCH__
-  return __byte_perm(word, 0, 0x4440u + (uint32_t)i);
+  return k3_block_permute(word, 0, 0x4440u + (uint32_t)i);
 #else
   return word >> (8 * i) & 0xffu;
 #endif
@@ -320,10 +322,10 @@ K3_BLOCK_INLINE uint32_t k3_block_iq4(const K3BlockBook *book, uint32_t word, in
   return k3_block_permute(a, b, run ? 0x7531u : 0x6420u);
 }
 
-/* iq1: eight values of -1, 0, 1 with a shift of 1/8 (minus: 0) or -1/8 (1), times eight. */
+/* iq1: eight values of -1, 0, 1 with a shift of 1/8 (minus: 0) or -1/8 (4), times eight. */
 K3_BLOCK_INLINE void k3_block_iq1(const K3BlockBook *book, uint32_t index, uint32_t minus, uint32_t code[2])
 {
-  uint32_t entry = k3_block_look(book->grid, book->grid_step, index) | minus * 0x44444444u;
+  uint32_t entry = k3_block_look(book->grid, book->grid_step, index) + minus * 0x11111111u; /* nibbles of at most 2 */
   code[0] = k3_block_permute(0x000901f9u, 0x0007fff7u, entry);
   code[1] = k3_block_permute(0x000901f9u, 0x0007fff7u, entry >> 16);
 }
@@ -432,7 +434,7 @@ K3_BLOCK_INLINE void k3_block_decode(K3Type type, const uint32_t word[K3_BLOCK_W
     uint32_t qs = r < 2 ? word[0] : word[1], qh = word[2] >> 16 * (r >> 1);
     for (int i = 0; i < 2; i++) {
       const int l = 2 * (r & 1) + i;
-      k3_block_iq1(book, k3_block_byte(qs, l) | (qh >> 3 * l & 7u) << 8, qh >> 15 & 1u, run->code + 2 * i);
+      k3_block_iq1(book, k3_block_byte(qs, l) + (qh >> 3 * l & 7u) * 256u, qh >> 13 & 4u, run->code + 2 * i);
     }
     run->scale = k3_block_half(word[3]) * (float)(2 * (qh >> 12 & 7u) + 1) * 0.125f;
     break;
@@ -440,8 +442,8 @@ K3_BLOCK_INLINE void k3_block_decode(K3Type type, const uint32_t word[K3_BLOCK_W
   case K3_TYPE_IQ1_M: {
     for (int i = 0; i < 2; i++) {
       const int l = 2 * (r & 1) + i;
-      uint32_t high = word[2] >> 4 * (2 * r + i);
-      k3_block_iq1(book, k3_block_byte(r < 2 ? word[0] : word[1], l) | (high & 7u) << 8, high >> 3 & 1u, run->code + 2 * i);
+      const int at = 4 * (2 * r + i);
+      k3_block_iq1(book, k3_block_byte(r < 2 ? word[0] : word[1], l) + (word[2] >> at & 7u) * 256u, word[2] >> (at + 1) & 4u, run->code + 2 * i);
     }
     uint32_t d = (word[3] >> 12 & 0xfu) | (word[3] >> 24 & 0xf0u) | (word[4] >> 4 & 0xf00u) | (word[4] >> 16 & 0xf000u);
     uint32_t scale = (half ? word[4] : word[3]) >> (16 * odd + 3 * r) & 7u;
@@ -465,7 +467,7 @@ K3_BLOCK_INLINE void k3_block_decode(K3Type type, const uint32_t word[K3_BLOCK_W
   case K3_TYPE_IQ2_S:
     for (int i = 0; i < 2; i++) {
       const int l = 2 * (r & 1) + i;
-      k3_block_iq2(book, k3_block_byte(r < 2 ? word[0] : word[1], l) | (word[4] >> 2 * (2 * r + i) & 3u) << 8,
+      k3_block_iq2(book, k3_block_byte(r < 2 ? word[0] : word[1], l) + (word[4] >> 2 * (2 * r + i) & 3u) * 256u,
                    k3_block_byte(r < 2 ? word[2] : word[3], l), run->code + 2 * i);
     }
     run->scale = k3_block_half(word[6]) * (0.5f + (float)(word[5] >> 4 * r & 15u)) * 0.25f;
@@ -483,7 +485,7 @@ K3_BLOCK_INLINE void k3_block_decode(K3Type type, const uint32_t word[K3_BLOCK_W
   case K3_TYPE_IQ3_S: {
     const uint32_t levels[4] = {0x07050301u, 0x0f0d0b09u, 0xf9fbfdffu, 0xf1f3f5f7u};
     for (int k = 0; k < 4; k++) {
-      uint32_t index = k3_block_byte(word[r], k) | (word[4] >> (4 * r + k) & 1u) << 8;
+      uint32_t index = k3_block_byte(word[r], k) + (word[4] >> (4 * r + k) & 1u) * 256u;
       uint32_t signs = k3_block_look(book->signs, book->sign_step, k3_block_byte(r < 2 ? word[5] : word[6], 2 * (r & 1) + (k >> 1)));
       run->code[k] = k3_block_iq3(levels, k3_block_look(book->grid, book->grid_step, index), signs >> 16 * (k & 1));
     }
