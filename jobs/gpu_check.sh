@@ -2,14 +2,14 @@
 # Proves the CUDA backend on a machine with a GPU: against the host backend, graph against eager, several ranks, planted faults,
 # sanitizers, and the time of one rank's slice of Kimi K3. Ends with a short table; exit status 0 when every row passed.
 #
-#   jobs/gpu_check.sh [SECTION…]     kernels tiny shapes k3 ranks snapshot guard sanitize slice; all of them without arguments
+#   jobs/gpu_check.sh [SECTION…]     kernels tiny shapes formats k3 ranks snapshot guard sanitize slice; all of them without arguments
 #
 # Environment: K3DECODE the program (default: builds it into build-gpu); K3MPIRUN what starts ranks (mpirun --oversubscribe);
 # OUT a folder for logs (default: output/gpu_check); K3_SLICE the model of the slice section.
 # shellcheck disable=SC2086,SC2046 # lists of words are split on purpose
 set -u
 
-check=gpu_check all='kernels tiny shapes k3 ranks snapshot guard sanitize slice'
+check=gpu_check all='kernels tiny shapes formats k3 ranks snapshot guard sanitize slice'
 sections=${*:-$all}
 # shellcheck source=jobs/check_lib.sh
 . "$(dirname "$0")/check_lib.sh"
@@ -80,6 +80,33 @@ if wanted shapes; then
     decode "$name-int16" "$model" $options --backend cuda
     same "$name f32 activations" "$name-host" "$name-f32" $exact
     same "$name int16 activations" "$name-host" "$name-int16" $codes
+  done
+fi
+
+if wanted formats; then
+  note formats
+  # TRUNK:EXPERTS:SEED; the seeds keep the routers off near ties (a gap of 2e-3 or more in the float64 reference)
+  tried='q4_k:iq2_xxs:1 q5_k:q2_k:5 q6_k:iq1_m:3 iq4_xs:q3_k:1 q4_0:iq2_xs:3 q5_0:iq2_s:1 q4_1:iq3_xxs:1 q5_1:iq3_s:2
+    iq4_nl:iq4_xs:2 f16:q4_k:1 iq2_xxs:q5_k:4 iq3_xxs:q6_k:2 q8_0:iq4_nl:1'
+  whole_blocks=tiny:layer_types=0101,hidden_size=256,num_heads=4,kda_head_dim=128,q_lora_rank=256,kv_lora_rank=256
+  whole_blocks=$whole_blocks,qk_nope_head_dim=32,qk_rope_head_dim=16,v_head_dim=128,latent_size=512,moe_intermediate_size=512
+  whole_blocks=$whole_blocks,dense_intermediate_size=512,num_experts=8,num_experts_per_token=2,vocab_size=300
+  format_of() {
+    trunk=${1%%:*} seed=${1##*:} experts=${1#*:}
+    experts=${experts%:*} name=format-$trunk-$experts
+    model=synth:$whole_blocks,trunk=$trunk,experts=$experts,seed=$seed
+  }
+  for entry in $tried; do
+    format_of "$entry"
+    OMP_NUM_THREADS=1 decode "$name-host" "$model" --prompt 3,1,4,1,5 --steps 4 --backend host &
+  done
+  wait
+  for entry in $tried; do
+    format_of "$entry"
+    decode "$name-f32" "$model" --prompt 3,1,4,1,5 --steps 4 --backend cuda --activations f32
+    decode "$name-int16" "$model" --prompt 3,1,4,1,5 --steps 4 --backend cuda
+    same "$trunk trunk, $experts experts, f32" "$name-host" "$name-f32" $exact
+    same "$trunk trunk, $experts experts, int16" "$name-host" "$name-int16" $codes
   done
 fi
 
