@@ -25,17 +25,20 @@ absent() {
   done
 }
 
-# The tokenizer library of the command text, which Debian has not. Without it that command says how to get it.
-install_tiktoken() {
+# What Debian has not: the tokenizer library of the command text, which says how to get it where it is missing, and the public
+# package that tests compare GGUF blocks with, skipped without it.
+install_from_pypi() {
   [ "${K3_SETUP_TESTS:-1}" != 0 ] && [ "$(id -u)" -eq 0 ] || return 0
   python=/usr/bin/python3 # the one that the packages above serve
   "$python" -m pip --version >/dev/null 2>&1 || return 0
-  "$python" -c 'import tiktoken' 2>/dev/null && return 0
   pip="timeout 120 $python -m pip install -q --retries 1 --timeout 20"
-  # --break-system-packages: unknown to the pip of older systems, wanted by that of newer ones
-  # shellcheck disable=SC2086 # a command and words
-  $pip --root-user-action=ignore --break-system-packages tiktoken >&2 || $pip tiktoken >&2 ||
-    note 'pip could not install tiktoken; going on without (k3decode text, run --prompt-text)'
+  for package in tiktoken gguf==0.19.0; do
+    "$python" -c "import ${package%%=*}" 2>/dev/null && continue
+    # --break-system-packages: unknown to the pip of older systems, wanted by that of newer ones
+    # shellcheck disable=SC2086 # a command and words
+    $pip --root-user-action=ignore --break-system-packages "$package" >&2 || $pip "$package" >&2 ||
+      note "pip could not install $package; going on without"
+  done
 }
 
 # What the required packages bring, however it came here.
@@ -66,22 +69,12 @@ if ! command -v apt-get >/dev/null 2>&1 || ! command -v dpkg-query >/dev/null 2>
   go_on_or_fail 'this system has no apt' " $required $optional"
 fi
 
-# The public package that tests/test_formats.py compares decoded blocks with; it is on PyPI, not in Debian. Its tests are skipped
-# without it, and a machine without the index goes on.
-get_gguf() {
-  [ "${K3_SETUP_TESTS:-1}" = 0 ] || /usr/bin/python3 -c 'import gguf' 2>/dev/null || {
-    /usr/bin/python3 -m pip --version >/dev/null 2>&1 &&
-      timeout 120 /usr/bin/python3 -m pip install -q --break-system-packages --retries 1 --timeout 20 'gguf==0.19.0' >&2
-  } || note 'going on without the Python package gguf'
-}
-trap 'status=$?; [ $status -ne 0 ] || get_gguf' EXIT
-
 # shellcheck disable=SC2086 # lists of words
 missing_required=$(absent $required)
 # shellcheck disable=SC2086
 missing_optional=$(absent $optional)
 [ -n "$missing_required$missing_optional" ] || {
-  install_tiktoken
+  install_from_pypi
   exit 0
 }
 
@@ -110,4 +103,4 @@ note "installing$missing_required$missing_optional"
 }
 [ -z "$missing_required" ] || go_on_or_fail 'apt-get could not install all' "$missing_required$missing_optional"
 [ -z "$missing_optional" ] || note "going on without$missing_optional"
-install_tiktoken
+install_from_pypi
