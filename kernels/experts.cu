@@ -105,11 +105,11 @@ __device__ __forceinline__ void put(const SharedInput &in, int i, const float v[
   float most = max_nan(max_nan(fabsf(v[0]), fabsf(v[1])), max_nan(fabsf(v[2]), fabsf(v[3])));
 #pragma unroll
   for (int o = 4; o; o >>= 1) most = max_nan(most, __shfl_xor_sync(0xffffffffu, most, o));
-  float factor = most > 1e-30f ? __fdividef(CODE_MOST, most) : 0.0f;
+  float factor = code_factor(most);
   constexpr float magic = 12582912.0f; /* 1.5 · 2^23: a sum's low bits are the rounded code */
   uint32_t code[4];
 #pragma unroll
-  for (int k = 0; k < 4; k++) code[k] = __float_as_uint(fmaf(v[k], factor, magic));
+  for (int k = 0; k < 4; k++) code[k] = __float_as_uint(__fadd_rn(__fmul_rn(v[k], factor), magic));
   uint32_t low = __byte_perm(__byte_perm(code[0], code[1], 0x0040), __byte_perm(code[2], code[3], 0x0040), 0x5410);
   uint32_t high = __byte_perm(__byte_perm(code[0] + 128, code[1] + 128, 0x0051),
                               __byte_perm(code[2] + 128, code[3] + 128, 0x0051), 0x5410);

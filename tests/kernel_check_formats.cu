@@ -5,27 +5,20 @@
 enum { MOST_TURNS = 32 };
 
 typedef struct {
-  K3CudaExpertsGateUp gate_up[MOST_TURNS];
-  K3CudaExpertsDown down[MOST_TURNS];
+  K3CudaExperts experts[MOST_TURNS];
   K3CudaLinear linear[4];
 } FormatSets;
 static int through_blocks; /* q8_0 and mxfp4, which have kernels of their own, by those of the GGUF blocks */
 
-static K3Status gate_up(const K3CudaLaunch *launch, const K3CudaExpertsGateUp *g)
+static K3Status experts(const K3CudaLaunch *launch, const K3CudaExperts *e)
 {
-  return through_blocks ? k3_cuda_experts_gate_up_blocks(launch, g) : k3_cuda_experts_gate_up(launch, g);
+  if (!through_blocks) return k3_cuda_experts(launch, e);
+  K3_TRY(k3_cuda_experts_gate_up_blocks(launch, e));
+  return k3_cuda_experts_down_blocks(launch, e);
 }
-static K3Status down(const K3CudaLaunch *launch, const K3CudaExpertsDown *d)
+static K3Status work_experts(void *context, const K3CudaLaunch *launch, int set)
 {
-  return through_blocks ? k3_cuda_experts_down_blocks(launch, d) : k3_cuda_experts_down(launch, d);
-}
-static K3Status work_gate_up(void *context, const K3CudaLaunch *launch, int set)
-{
-  return gate_up(launch, &((FormatSets *)context)->gate_up[set]);
-}
-static K3Status work_down(void *context, const K3CudaLaunch *launch, int set)
-{
-  return down(launch, &((FormatSets *)context)->down[set]);
+  return experts(launch, &((FormatSets *)context)->experts[set]);
 }
 static K3Status work_linear(void *context, const K3CudaLaunch *launch, int set)
 {
@@ -144,9 +137,9 @@ typedef struct {
   int here;
 } Wanted;
 
-static double hidden_error(const K3CudaLaunch *launch, const K3CudaExpertsGateUp *g, const Wanted *w)
+static double hidden_error(const K3CudaLaunch *launch, const K3CudaExperts *g, const Wanted *w)
 {
-  K3_CHECK_STATUS(gate_up(launch, g));
+  K3_CHECK_STATUS(experts(launch, g));
   float *hidden = (float *)k3_table_download(g->hidden, g->routing.chosen * g->band * 4);
   double first = k3_table_error(hidden, w->hidden, g->band);
   double last = k3_table_error(hidden + (w->here - 1) * g->band, w->hidden + g->band, g->band);
@@ -154,12 +147,12 @@ static double hidden_error(const K3CudaLaunch *launch, const K3CudaExpertsGateUp
   return first > last || first != first ? first : last;
 }
 
-static double z_error(const K3CudaLaunch *launch, const K3CudaExpertsDown *d, const Wanted *w)
+static double z_error(const K3CudaLaunch *launch, const K3CudaExperts *g, const Wanted *w)
 {
-  K3_CHECK_CUDA(cudaMemset(d->z, 0xff, (size_t)d->latent * 4));
-  K3_CHECK_STATUS(down(launch, d));
-  float *z = (float *)k3_table_download(d->z, d->latent * 4);
-  memmove(z + Z_ROWS, z + d->latent - Z_ROWS, Z_ROWS * 4);
+  K3_CHECK_CUDA(cudaMemset(g->z, 0xff, (size_t)g->y.n * 4));
+  K3_CHECK_STATUS(experts(launch, g));
+  float *z = (float *)k3_table_download(g->z, g->y.n * 4);
+  memmove(z + Z_ROWS, z + g->y.n - Z_ROWS, Z_ROWS * 4);
   double error = k3_table_error(z, w->z, 2 * Z_ROWS);
   free(z);
   return error;
@@ -169,17 +162,20 @@ static double z_error(const K3CudaLaunch *launch, const K3CudaExpertsDown *d, co
 static void check_format(K3Table *table, K3Type type, int exact, int chosen, int here, int64_t local, int64_t band, int64_t latent, int time)
 {
   FormatSets *sets = (FormatSets *)calloc(1, sizeof *sets);
-  K3CudaExpertsGateUp *g = &sets->gate_up[0];
-  K3CudaExpertsDown *d = &sets->down[0];
+  K3CudaExperts *g = &sets->experts[0];
   Wanted w = {(double *)malloc((size_t)band * 16), (double *)calloc(2 * Z_ROWS, 8), {0}, {0}, 0};
   float *y = k3_table_floats(table, latent, 1.0);
   double *yd = (double *)malloc((size_t)latent * 8), *u = (double *)malloc((size_t)band * 8), *part = (double *)malloc(Z_ROWS * 8);
   int32_t ids[K3_ROUTER_CHOSEN];
   float weights[K3_ROUTER_CHOSEN];
-  for (int k = 0; k < chosen; k++) { /* distinct; the first `here` local */
+  int routed = (int)(100 + local);
+  float *logits = (float *)malloc((size_t)routed * 4), *bias = (float *)calloc((size_t)routed, 4);
+  for (int e = 0; e < routed; e++) logits[e] = -10;
+  for (int k = 0; k < chosen; k++) { /* distinct, in falling order of their scores */
     int is_local = k * here / chosen != (k + 1) * here / chosen;
     ids[k] = (int32_t)(is_local ? 100 + (int64_t)w.here * local / here : 5 + k);
-    weights[k] = (float)(0.1 + 0.5 * fabs(k3_table_uniform(table)));
+    logits[ids[k]] = 1.0f - 0.1f * (float)k;
+    weights[k] = (float)(1 / (1 + exp(-(double)logits[ids[k]])));
     if (!is_local) continue;
     w.local_id[w.here] = ids[k] - 100;
     w.weight[w.here++] = weights[k];
@@ -197,30 +193,32 @@ static void check_format(K3Table *table, K3Type type, int exact, int chosen, int
   g->y.vector.values = (float *)k3_table_upload(y, latent * 4);
   g->gate = synth_matrix(type, local * band, latent, rules[0]);
   g->up = synth_matrix(type, local * band, latent, rules[1]);
-  g->first = d->first = 100;
-  g->local = d->local = local;
-  g->band = d->band = band;
-  g->routing.chosen = d->chosen = chosen;
-  g->ids = (int32_t *)k3_table_upload(ids, chosen * 4);
-  g->weights = (float *)k3_table_upload(weights, chosen * 4);
+  g->first = 100;
+  g->local = local;
+  g->band = band;
+  g->routing.experts = routed;
+  g->routing.chosen = chosen;
+  g->routing.logits = (float *)k3_table_upload(logits, routed * 4);
+  g->routing.bias = (float *)k3_table_upload(bias, routed * 4);
+  g->routing.scaling = 1;
+  g->ids = (int32_t *)k3_table_poisoned(chosen * 4);
+  g->weights = (float *)k3_table_poisoned(chosen * 4);
+  g->meeting = (uint32_t *)k3_table_poisoned(4);
+  K3_CHECK_CUDA(cudaMemset(g->meeting, 0, 4));
   g->hidden = (float *)k3_table_poisoned(chosen * band * 4);
   g->situ_beta = 4;
   g->situ_linear_beta = 25;
-  g->exact = d->exact = exact;
-  d->hidden = g->hidden;
-  d->down = synth_matrix(type, local * latent, band, rules[2]);
-  d->latent = latent;
-  d->ids = g->ids;
-  d->weights = g->weights;
-  d->z = (float *)k3_table_poisoned(latent * 4);
+  g->exact = exact;
+  g->down = synth_matrix(type, local * latent, band, rules[2]);
+  g->z = (float *)k3_table_poisoned(latent * 4);
   for (int k = 0; k < 2; k++) {
     int64_t first = w.local_id[k ? w.here - 1 : 0] * band;
     ref_rows(type, rules[0], first, band, latent, yd, w.hidden + k * band);
     ref_rows(type, rules[1], first, band, latent, yd, u);
     for (int64_t r = 0; r < band; r++) w.hidden[k * band + r] = ref_situ(w.hidden[k * band + r], u[r]);
   }
-  K3CudaUse use_gate, use_down;
-  K3CudaLaunch launch = plain_launch(table, &use_gate);
+  K3CudaUse use;
+  K3CudaLaunch launch = plain_launch(table, &use);
   double gate_error = hidden_error(&launch, g, &w);
   float *hidden = (float *)k3_table_download(g->hidden, chosen * band * 4);
   for (int64_t i = here * band; i < chosen * band; i++)
@@ -236,23 +234,21 @@ static void check_format(K3Table *table, K3Type type, int exact, int chosen, int
       for (int r = 0; r < Z_ROWS; r++) w.z[end * Z_ROWS + r] += part[r];
       free(codes), free(scales), free(scaled), free(h);
     }
-  launch.use = &use_down;
-  double down_error = z_error(&launch, d, &w), us_gate = 0, us_down = 0;
+  double down_error = z_error(&launch, g, &w), us = 0;
   if (table->time && time) {
     /* each launch takes other experts, local / here times: what they weigh together passes the L2 */
     int turns = (int)(local / here);
     for (int s = 1; s < turns; s++) {
-      int32_t others[K3_ROUTER_CHOSEN];
-      for (int k = 0; k < chosen; k++) others[k] = ids[k] < 100 ? ids[k] : ids[k] + s;
-      sets->gate_up[s] = *g;
-      sets->down[s] = *d;
-      sets->gate_up[s].ids = (int32_t *)k3_table_upload(others, chosen * 4);
-      sets->down[s].ids = sets->gate_up[s].ids;
+      float *others = (float *)malloc((size_t)routed * 4);
+      memcpy(others, logits, (size_t)routed * 4);
+      for (int k = 0; k < w.here; k++) others[100 + w.local_id[k]] = -10;
+      for (int k = 0; k < w.here; k++) others[100 + w.local_id[k] + s] = logits[100 + w.local_id[k]];
+      sets->experts[s] = *g;
+      sets->experts[s].routing.logits = (float *)k3_table_upload(others, routed * 4);
+      free(others);
     }
-    us_gate = k3_table_microseconds(table, work_gate_up, sets, turns, turns < 24 ? turns * 4 : turns);
-    us_down = k3_table_microseconds(table, work_down, sets, turns, turns < 24 ? turns * 4 : turns);
-    for (int s = 1; s < turns; s++) K3_CHECK_CUDA(cudaFree(sets->gate_up[s].ids));
-    K3_CHECK_STATUS(gate_up(&launch, g)); /* hidden as it was */
+    us = k3_table_microseconds(table, work_experts, sets, turns, turns < 24 ? turns * 4 : turns);
+    for (int s = 1; s < turns; s++) K3_CHECK_CUDA(cudaFree((void *)sets->experts[s].routing.logits));
   }
   /* controls: blocks of four rows of the last local expert */
   int64_t blocks_y = latent / k3_format(type)->block_values, blocks_h = band / k3_format(type)->block_values;
@@ -260,27 +256,25 @@ static void check_format(K3Table *table, K3Type type, int exact, int chosen, int
   double gate_control = INFINITY, down_control = INFINITY;
   for (int kind = 0; kind < 2; kind++) {
     void (*change)(const K3CudaMatrix *, int64_t) = kind ? change_scale : swap_nibbles;
-    launch.use = &use_down;
-    for (int r = 0; r < 4; r++) change(&d->down, down_at + r * blocks_h);
-    down_control = smaller(down_control, z_error(&launch, d, &w));
-    for (int r = 0; r < 4; r++) change(&d->down, down_at + r * blocks_h), change(&g->up, gate_at + r * blocks_y);
-    launch.use = &use_gate;
+    for (int r = 0; r < 4; r++) change(&g->down, down_at + r * blocks_h);
+    down_control = smaller(down_control, z_error(&launch, g, &w));
+    for (int r = 0; r < 4; r++) change(&g->down, down_at + r * blocks_h), change(&g->up, gate_at + r * blocks_y);
     gate_control = smaller(gate_control, hidden_error(&launch, g, &w));
     for (int r = 0; r < 4; r++) change(&g->up, gate_at + r * blocks_y);
-    K3_CHECK_STATUS(gate_up(&launch, g));
   }
   char shape[96];
   const char *name = k3_format(type)->name, *mode = exact ? "exact" : "codes";
   /* hidden vectors are made into codes from the sums of float32, so a code may fall on the other side of a half */
   double allowed = exact ? FLOAT_ALLOWED : 1e-5;
   snprintf(shape, sizeof shape, "%s %d x 2x%lldx%lld %s", name, here, (long long)band, (long long)latent, mode);
-  k3_table_row(table, shape, gate_error, FLOAT_ALLOWED, gate_control, &use_gate, us_gate, 2.0 * here * (double)k3_cuda_matrix_read_bytes(&g->gate, band));
+  k3_table_row(table, shape, gate_error, FLOAT_ALLOWED, gate_control, &use, 0, 0);
   snprintf(shape, sizeof shape, "%s %d x %lldx%lld %s", name, here, (long long)latent, (long long)band, mode);
-  k3_table_row(table, shape, down_error, allowed, down_control, &use_down, us_down, here * (double)k3_cuda_matrix_read_bytes(&d->down, latent));
-  free_matrix(&g->gate), free_matrix(&g->up), free_matrix(&d->down);
-  void *device[] = {g->y.vector.values, g->ids, g->weights, g->hidden, d->z};
+  k3_table_row(table, shape, down_error, allowed, down_control, &use, us,
+               here * (2.0 * (double)k3_cuda_matrix_read_bytes(&g->gate, band) + (double)k3_cuda_matrix_read_bytes(&g->down, latent)));
+  free_matrix(&g->gate), free_matrix(&g->up), free_matrix(&g->down);
+  void *device[] = {g->y.vector.values, g->ids, g->weights, g->hidden, g->z, g->meeting, (void *)g->routing.logits, (void *)g->routing.bias};
   for (size_t i = 0; i < sizeof device / sizeof *device; i++) K3_CHECK_CUDA(cudaFree(device[i]));
-  free(w.hidden), free(w.z), free(y), free(yd), free(u), free(part), free(hidden), free(sets);
+  free(w.hidden), free(w.z), free(y), free(yd), free(u), free(part), free(hidden), free(logits), free(bias), free(sets);
 }
 
 void check_all_formats(K3Table *table, const char *only)
