@@ -11,9 +11,9 @@
  *                                                                  are dropped
  *   sums     Oᵀ[512, N] += tileᵀ [512, 64] · weights [64, N]       the same tile in shared memory, read transposed, so
  *                                                                  that any multiple of 8 heads is an exact width
- * With most of the queries out of shared memory it holds three tiles of 64 rows: one in the sums, the next in the scores, the third
- * on its way. A tile is a rope chunk and 4 stages of 2 chunks of 64 columns; stages 0 and 2 are the first 256 columns, for
- * one warpgroup of sums, 1 and 3 the others, for the other. The third buffer brings the queries first. */
+ * With most of the queries out of shared memory it holds three tiles of 64 rows: one in the sums, the next in the scores, the
+ * third on its way. A tile is a rope chunk and 4 stages of 2 chunks of 64 columns; stages 0 and 2 are the first 256 columns,
+ * for one warpgroup of sums, 1 and 3 the others, for the other. The third buffer brings the queries first. */
 #include <cuda.h>
 #include <cuda_runtime.h>
 #include <math.h>
