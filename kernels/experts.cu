@@ -15,7 +15,7 @@ namespace {
 
 using namespace k3;
 
-enum { THREADS = 2 * ROUTE_THREADS, WARPS = THREADS / 32 };
+enum { THREADS = 2 * ROUTE_THREADS, WARPS = THREADS / 32, MOST_SHARED = 218 << 10 /* of 227 KB; the kernel has 9 of its own */ };
 
 /* n / d for n · d < 2^32 with magic = 2^32 / d + 1; 0 stands for d = 1. */
 __device__ __forceinline__ int divide(int n, uint32_t magic) { return magic ? (int)__umulhi((uint32_t)n, magic) : n; }
@@ -46,6 +46,7 @@ struct Arguments {
   uint32_t pieces_magic, band_magic, grid_magic;
   int first_pass, last_pass;    /* 0: gate and up; 1: down */
   SharedPlan x, shared; /* y, then the hidden vectors; beside them the shared experts' input */
+  int slots;            /* experts whose hidden vectors fit at once: further ones take further passes */
 };
 
 /* Gate and up: row v is pair v/2 = (slot, row of the band); even: gate, odd: up. Down: rows as they stand, but the pieces of a
@@ -239,31 +240,36 @@ __global__ void __launch_bounds__(THREADS, 1) experts_kernel(const __grid_consta
   /* 3. Two products by the same code, warm in the instruction caches for the second: gate and up; then, after the blocks met,
    * down. */
   typedef RowsOf<F, D, ExpertsMap> Rows;
-  enum { ROWS = Rows::ROWS == 1 ? 2 : Rows::ROWS };
+  enum { PARTS = Rows::ROWS == 1, ROWS = PARTS ? 2 : Rows::ROWS };
   uint32_t arrival = 0;
 #pragma unroll 1
   for (int pass = a.first_pass;; pass++) {
-    const bool down = pass == 1;
-    ExpertsMap map{down, {down ? a.down : a.gate, down ? a.down : a.up}, routed.local, down ? latent : band,
+    const bool down = PARTS ? pass > 0 : pass == 1;
+    /* iq1_s has no register left for more passes, and its hidden vectors as codes need none: 110 KB of Kimi K3 on one rank */
+    const int slot = PARTS && down ? (pass - 1) * a.slots : 0, here = PARTS && down ? min(count - slot, a.slots) : count;
+    ExpertsMap map{down, {down ? a.down : a.gate, down ? a.down : a.up}, routed.local + slot, down ? latent : band,
                    down ? a.pieces : a.tiling.pieces, down ? a.pieces_magic : a.band_magic};
     share_rows<ROWS>(!down ? 2 * count * band : count ? latent : 0, blockIdx.x, a.grid_magic, &begin, &end);
-    Tiling tiling = !down ? a.tiling : Rows::ROWS == 1 ? tiling_of(max(1, count) * a.pieces) : Tiling{count * a.pieces};
+    Tiling tiling = !down ? a.tiling : Rows::ROWS == 1 ? tiling_of(max(1, here) * a.pieces) : Tiling{here * a.pieces};
     typename Rows::Type gemv(map, tiling, begin, end, threadIdx.x / 32, WARPS);
     gemv.preload();
     if (!down) { /* while the first loads come */
       shared.run(shared_in, shared_segments);
     } else {
-      if (threadIdx.x / 32 == 1) weigh(a, routed, weight);
-      if (threadIdx.x == 0 && a.first_pass == 0) await_meeting(a.meeting, arrival);
+      if ((!PARTS || slot == 0) && threadIdx.x / 32 == 1) weigh(a, routed, weight);
+      if ((!PARTS || pass == 1) && threadIdx.x == 0 && a.first_pass == 0) await_meeting(a.meeting, arrival);
       __syncthreads();
-      fill<F, 4>(x, a.hidden, count * band, threadIdx.x, THREADS, [&](int i) { return weight[divide(i, a.band_magic)]; });
+      fill<F, 4>(x, a.hidden + slot * band, here * band, threadIdx.x, THREADS,
+                 [&](int i) { return weight[slot + divide(i, a.band_magic)]; });
       __syncthreads();
     }
     gemv.run(x, segments);
     __syncthreads();
     if (down) {
-      for (int i = threadIdx.x; i < end - begin; i += THREADS) a.z[begin + i] = gemv.row_sum(segments, i);
-      break;
+      for (int i = threadIdx.x; i < end - begin; i += THREADS)
+        a.z[begin + i] = PARTS && slot ? a.z[begin + i] + gemv.row_sum(segments, i) : gemv.row_sum(segments, i);
+      if (!PARTS || slot + a.slots >= count) break;
+      continue;
     }
     for (int i = THREADS - 1 - threadIdx.x; i < shared_end - shared_begin; i += THREADS) { /* other threads than those of situ */
       float sum = shared.row_sum(shared_segments, i);
@@ -374,14 +380,17 @@ K3Status launch_passes(const K3CudaLaunch *launch, const K3CudaExperts *e, K3Typ
   /* the tiling of down's rows depends on the number of local experts: 32 rows a step at most */
   int rows = 2 * (int)(chosen * e->band / grid) + 32, down_rows = (int)(e->y.n / grid) + 34;
   int sums = mma ? mma_segment_floats(rows, a.tiling.pieces) : segment_floats(rows, a.tiling.lanes, WARPS);
-  int down_sums = mma ? mma_segment_floats(down_rows, chosen * a.pieces) : segment_floats(down_rows, 1, WARPS);
-  int64_t width = chosen * e->band > e->y.n ? chosen * e->band : e->y.n;
-  a.x = plan_shared(0, width, !exact, exact, book, sums > down_sums ? sums : down_sums);
   a.shared_tiling = tiling_of(fuse ? (int)(e->shared.matrix.cols / 16) : 1);
   int shared_rows = fuse ? (int)(e->shared.matrix.rows / grid) + 1 : 0;
-  a.shared = plan_shared(a.x.bytes, fuse ? e->shared_input.n : 0, fuse && !e->exact, fuse && e->exact, 0,
-                         e->exact ? segment_floats(shared_rows, a.shared_tiling.lanes, WARPS)
-                                  : mma_segment_floats(shared_rows, a.shared_tiling.pieces));
+  for (a.slots = chosen;; a.slots--) { /* as many as fit */
+    int down_sums = mma ? mma_segment_floats(down_rows, a.slots * a.pieces) : segment_floats(down_rows, 1, WARPS);
+    int64_t width = a.slots * e->band > e->y.n ? a.slots * e->band : e->y.n;
+    a.x = plan_shared(0, width, !exact, exact, book, sums > down_sums ? sums : down_sums);
+    a.shared = plan_shared(a.x.bytes, fuse ? e->shared_input.n : 0, fuse && !e->exact, fuse && e->exact, 0,
+                           e->exact ? segment_floats(shared_rows, a.shared_tiling.lanes, WARPS)
+                                    : mma_segment_floats(shared_rows, a.shared_tiling.pieces));
+    if (a.shared.bytes <= MOST_SHARED || a.slots == 1 || mma) break;
+  }
   void *arguments[] = {&a};
   return k3_cuda_launch_kernel(launch, "experts_kernel", kernel_of(type, e->exact), grid, THREADS, 1, (size_t)a.shared.bytes, arguments);
 }

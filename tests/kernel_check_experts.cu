@@ -247,6 +247,9 @@ void check_all_experts(K3Table *table)
   check_experts(table, Q8, 0, 64, 16, 0, 64, 768, 3584, 7168, 8, 0);
   check_experts(table, Q8, 1, 64, 6, 10, 50, 96, 352, 640, 0, 0);
   check_experts(table, K3_TYPE_BF16, 0, 896, 16, 448, 448, 768, 3584, 7168, 8, 0);
+  /* one rank alone: hidden vectors in float32 that do not fit a block's shared memory at once */
+  static const K3Type wide[] = {K3_TYPE_F32, K3_TYPE_BF16, K3_TYPE_MXFP4, K3_TYPE_IQ1_S};
+  for (size_t i = 0; i < sizeof wide / sizeof *wide; i++) check_experts(table, wide[i], 1, 64, 16, 0, 64, 3072, 512, 7168, 0, 0);
   check_experts(table, K3_TYPE_F32, 0, 12, 3, 4, 8, 32, 64, 96, 0, 0);
   check_experts(table, K3_TYPE_IQ1_S, 0, 12, 5, 0, 12, 256, 512, 96, 0, 0);
   check_experts(table, K3_TYPE_MXFP4, 0, 12, 4, 6, 6, 32, 64, 128, -1, 0);
