@@ -7,50 +7,12 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 #include "store/hdf5_attribute.h"
 #include "store/hdf5_input.h"
 #include "store/hdf5_output.h"
-
-/* Does the file at `path` bear that format? */
-static int has_format(const char *path, const char *wanted)
-{
-  char format[64] = "";
-  k3_hdf5_silence();
-  hid_t file = H5Fopen(path, H5F_ACC_RDONLY, H5P_DEFAULT);
-  if (file < 0) return 0;
-  if (H5Aexists(file, "format") > 0 && k3_hdf5_read_text(path, file, "/", "format", format, sizeof format) != K3_OK)
-    k3_status_clear();
-  H5Fclose(file);
-  return strcmp(format, wanted) == 0;
-}
-
-K3Status k3_hdf5_check_output(const char *path, int overwrite, const char *format, const char *what)
-{
-  struct stat info;
-  char folder[PATH_MAX];
-  if (path[0] == '\0') K3_FAIL(K3_ERR_INPUT, "output: the path is empty");
-  if (strlen(path) + sizeof ".partial" > sizeof folder)
-    K3_FAIL(K3_ERR_INPUT, "output: a path of %zu bytes is too long", strlen(path));
-  if (stat(path, &info) == 0) {
-    if (S_ISDIR(info.st_mode)) K3_FAIL(K3_ERR_INPUT, "output %s is a directory; give the path of a file in it", path);
-    if (!S_ISREG(info.st_mode)) K3_FAIL(K3_ERR_INPUT, "output %s is not a regular file; give another path", path);
-    if (!overwrite) K3_FAIL(K3_ERR_INPUT, "output %s exists; give another path, or --overwrite", path);
-    if (info.st_size > 0 && !has_format(path, format))
-      K3_FAIL(K3_ERR_INPUT, "output %s is not a %s file, and %s replaces nothing else; give another path or remove it",
-              path, what, what);
-  }
-  strcpy(folder, path);
-  char *slash = strrchr(folder, '/');
-  if (!slash) strcpy(folder, ".");
-  else slash[slash == folder] = '\0';
-  if (stat(folder, &info) != 0 || !S_ISDIR(info.st_mode))
-    K3_FAIL(K3_ERR_INPUT, "output %s: no such directory; make it first", path);
-  if (access(folder, W_OK | X_OK) != 0) K3_FAIL(K3_ERR_INPUT, "output %s cannot be written: %s", path, strerror(errno));
-  return K3_OK;
-}
+#include "store/partial_file.h"
 
 /* `bytes` as PATH.partial, then under its name. */
 static K3Status write_image(const char *path, const void *image, size_t bytes)
@@ -64,12 +26,14 @@ static K3Status write_image(const char *path, const void *image, size_t bytes)
     if (count < 0 && errno != EINTR) error = errno;
     if (count > 0) at += (size_t)count;
   }
-  if (!error && fsync(descriptor) != 0 && errno != EINVAL && errno != EROFS) error = errno;
   if (close(descriptor) != 0 && !error) error = errno;
-  if (!error && rename(partial, path) != 0) error = errno;
-  if (!error) return K3_OK;
-  unlink(partial);
-  K3_FAIL(K3_ERR_INPUT, "output %s cannot be written: %s", path, K3_ERRNO_REASON(error));
+  K3Status status = K3_OK;
+  if (error)
+    status = k3_status_fail(K3_ERR_INPUT, __FILE__, __LINE__, "output %s cannot be written: %s", path,
+                            K3_ERRNO_REASON(error));
+  else status = k3_partial_publish(partial, path, 1);
+  if (status != K3_OK) unlink(partial);
+  return status;
 }
 
 K3Status k3_hdf5_write_image(const char *path, K3Hdf5Fill fill, const void *context)

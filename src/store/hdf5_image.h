@@ -1,5 +1,5 @@
 /* Small HDF5 files that are built in memory and written in one go: sweep and tuning files. Layer: store.
- * They are written as PATH.partial, which is renamed: under the final name such a file is always whole. */
+ * They are written by partial_file.h, whose k3_partial_check says beforehand whether they can be. */
 #ifndef K3_STORE_HDF5_IMAGE_H
 #define K3_STORE_HDF5_IMAGE_H
 
@@ -7,11 +7,6 @@
 #include <stdint.h>
 
 #include "base/status.h"
-
-/* Whether `path` could be written, asked before anything is measured. `format`: root attribute of the files that may be
- * replaced; `what`: "sweep".
- * Errors: K3_ERR_INPUT (exists and not `overwrite`, or has another format; no such directory; not writable). */
-K3Status k3_hdf5_check_output(const char *path, int overwrite, const char *format, const char *what);
 
 /* Fills the open file. */
 typedef K3Status (*K3Hdf5Fill)(const char *path, hid_t file, const void *context);

@@ -10,6 +10,7 @@
 #include "store/hdf5_dataset.h"
 #include "store/hdf5_image.h"
 #include "store/hdf5_output.h"
+#include "store/partial_file.h"
 
 /* ---------------------------------------------------------------- memory */
 
@@ -191,7 +192,7 @@ static K3Status fill(const char *path, hid_t file, const void *context)
 
 K3Status k3_sweep_file_check(const char *path, int overwrite)
 {
-  return k3_hdf5_check_output(path, overwrite, K3_SWEEP_FORMAT, "sweep");
+  return k3_partial_check(path, overwrite, K3_SWEEP_FORMAT, "sweep file");
 }
 
 K3Status k3_sweep_file_write(const char *path, const K3SweepInfo *info, const K3Sweep *sweep)

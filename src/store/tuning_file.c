@@ -9,6 +9,7 @@
 #include "store/hdf5_dataset.h"
 #include "store/hdf5_image.h"
 #include "store/hdf5_output.h"
+#include "store/partial_file.h"
 
 typedef struct {
   const char *name, *units, *meaning;
@@ -110,7 +111,7 @@ done:
 
 K3Status k3_tuning_file_check(const char *path, int overwrite)
 {
-  return k3_hdf5_check_output(path, overwrite, K3_TUNING_FORMAT, "tuning");
+  return k3_partial_check(path, overwrite, K3_TUNING_FORMAT, "tuning file");
 }
 
 K3Status k3_tuning_file_write(const char *path, int overwrite, const K3TuningFile *content)

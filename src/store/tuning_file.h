@@ -19,7 +19,7 @@ typedef struct {
   K3AttentionTuning tuning;
 } K3TuningFile;
 
-/* Errors: K3_ERR_INPUT, those of k3_hdf5_check_output and k3_hdf5_write_image. */
+/* Errors: K3_ERR_INPUT, those of k3_partial_check and k3_hdf5_write_image. */
 K3Status k3_tuning_file_check(const char *path, int overwrite);
 K3Status k3_tuning_file_write(const char *path, int overwrite, const K3TuningFile *content);
 
