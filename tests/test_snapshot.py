@@ -397,6 +397,7 @@ def test_places(tmp_path, folder, whole):
     shutil.copy(folder / "whole.h5", tmp_path / "run.h5")
     snapshot_refused(tmp_path / "run.h5", "--overwrite", phrases=["is not a snapshot"])
     snapshot_refused(tmp_path / "s.h5", "--output", tmp_path / "s.h5", status=2, phrases=["two names"])
+    snapshot_refused(tmp_path / "s.h5", "--output", f"{tmp_path}/./s.h5", status=2, phrases=["two names"], ranks=2)
     assert (tmp_path / "text").read_text() == "mine" and not (tmp_path / "s.h5").exists()
     k3("run", MODEL, "--prompt", "1,2", "--steps", 2, "--snapshot", tmp_path / "s.h5")
     snapshot_refused(tmp_path / "s.h5", phrases=["exists"])

@@ -316,6 +316,8 @@ static K3Status create_output(Run *run)
                     .overwrite = options->overwrite};
   K3_TRY(k3_run_file_create(run->output, &info, &run->file));
   run->output_made = 1;
+  if (run->resume.to && k3_session_same_file(run->resume.to, run->output)) /* under another spelling */
+    K3_FAIL(K3_ERR_USAGE, "the snapshot and --output are the same file, %s: give them two names", run->output);
   return K3_OK;
 }
 
