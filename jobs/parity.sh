@@ -15,16 +15,16 @@ steps=${STEPS:-16}
 prompt=${PROMPT:-163839,17,4242}
 
 root=$(cd "$(dirname "$0")/.." && pwd)
-cd "$root"
 if [ -z "${K3DECODE:-}" ]; then
-  jobs/setup.sh
-  jobs/build.sh
+  "$root/jobs/setup.sh"
+  "$root/jobs/build.sh"
 fi
 k3decode=${K3DECODE:-${K3_BUILD_DIR:-$root/build}/k3decode}
+case $k3decode in /*) ;; */*) k3decode=$PWD/$k3decode ;; esac # it is started in another directory too
 start_by_mpirun() { mpirun --oversubscribe --bind-to none -n "$@"; }
 start=${K3_START:-start_by_mpirun}
 options=${OPTIONS:---activations f32}
-output=${1:-output/parity.txt}
+output=${1:-$root/output/parity.txt}
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 cores=$(nproc 2>/dev/null || echo 2)

@@ -109,7 +109,9 @@ def test_sweep_job(cluster):
 
 
 def test_parity_job(cluster):
-    state, printed = cluster.run("parity.sbatch", "synth:tiny", env={"WORLDS": "1 2", "STEPS": "4", "PROMPT": "1,2"})
+    model = cluster.work / "a model.h5"                    # a path beside the job, not beside the scripts
+    assert words(K3DECODE, "synth", "tiny", "--output", model).returncode == 0
+    state, printed = cluster.run("parity.sbatch", model.name, env={"WORLDS": "1 2", "STEPS": "4", "PROMPT": "1,2"})
     ended_well(state, printed)
     text = (cluster.work / f"output/parity-{state['JobId']}.txt").read_text()
     assert "1 rank(s) against 2" in text and "mean KL" in text
@@ -185,6 +187,7 @@ def test_stopped_without_requeue(cluster):
 @pytest.mark.parametrize("script, arguments, env, sentence", [
     ("decode.sbatch", (), {}, "which model?"),
     ("decode.sbatch", (MODEL, "--output", "x.h5"), {}, "K3_OUTPUT"),
+    ("decode.sbatch", (MODEL, "--out=x.h5"), {}, "K3_OUTPUT"),
     ("sweep.sbatch", (), {}, "which model?"),
     ("import.sbatch", ("one",), {}, "from where to where?"),
     ("parity.sbatch", ("one", "two"), {}, "one model"),
