@@ -187,6 +187,49 @@ def test_rank_that_keeps_the_others_waiting_is_named(plain, tmp_path):
     assert len(rows) == 1 and re.match(r"  rank 2 +the slowest in 20 of 20 steps", rows[0]), rows
 
 
+def test_numbers_of_a_run_of_ranks(plain, tmp_path):
+    """Slowest rank, slowest of a phase, sum of the phases, limits of what is unusual: of ranks that differ, by hand."""
+    own = 5 + 0.001 * np.arange(20) + np.array([[0.0], [0.3], [0.7], [0.2]])
+    rank_step = own + np.array([[0.0], [0.0], [0.4], [0.6]])
+
+    def change(file):
+        file["timings/rank_step_ms"][:] = rank_step.T
+        file["timings/phase_ms"][:, 1, 0] = 2.0
+        file["timings"].create_dataset("step_bytes", data=np.array([[1, 2, 3, 4], [10, 20, 30, 40], [2, 2, 2, 2], [1, 1, 1, 1]]) * 10**8)
+        file["timings"].create_dataset("step_bytes_names", data=np.array([b"trunk", b"experts", b"cache", b"state"]))
+        file["timings/step_bytes"].attrs["positions"] = 9
+    path = changed(of_ranks(plain, tmp_path / "ranks.h5", own), tmp_path / "numbers.h5", change)
+    out = k3("info", path).out
+    with h5py.File(path) as file:
+        phases, step = file["timings/phase_ms"][:], file["timings/step_ms"][:]
+    means = rank_step.mean(axis=1)
+    assert re.match(r"slowest rank +2 ", line(out, "slowest rank"))
+    assert numbers(line(out, "slowest rank")) == pytest.approx([means[2], means.mean()], abs=6e-4)
+    for name, slowest in ((PHASES[0], 1), (PHASES[1], 2), ("comm", 0)):
+        row, at = line(out, name + " "), PHASES.index(name)
+        assert row.split()[-1] == str(slowest) and numbers(row)[2] == pytest.approx(phases[:, slowest, at].mean(), abs=6e-5)
+    assert numbers(line(out, "all "))[0] == pytest.approx(phases.sum(axis=2).mean(), abs=6e-5)
+    assert re.match(r"bytes a step +10 GB on rank 1 by the plan \(trunk 1, experts 2, cache 3, state 4\)", line(out, "bytes a step"))
+    assert float(re.search(r"(\S+) GB/s", line(out, "bytes a step"))[1]) == pytest.approx(1e4 / np.median(step), rel=1e-3)
+
+
+def test_limits_of_what_is_unusual(plain, tmp_path):
+    times = 10 + np.tile([0.0, 0.1, -0.1, 0.2], 5)
+    median = np.median(times)
+    limit = median + 6 * 1.4826 * np.median(np.abs(times - median))
+    for above, found in ((-0.02, 0), (0.02, 1)):
+        times[3] = limit + above                        # it was above the median before, so neither median nor MAD move
+        rows = unusual(changed(plain, tmp_path / f"{found}.h5", set_times(times)))
+        assert len(rows) == 1 and (f"beyond {limit:.3f} ms" in rows[0] if found else rows == ["  nothing"]), rows
+    own = np.full((3, 20), 5.0)
+    own[1] = 6.0
+    own[0, :3] = 7.0                                    # rank 1 is the slowest in 17 of 20: not in nine of ten
+    assert not [row for row in unusual(of_ranks(plain, tmp_path / "often.h5", own)) if "  rank" in row]
+    own[0, 2] = 5.0                                     # in 18 of 20
+    row, = [row for row in unusual(of_ranks(plain, tmp_path / "most.h5", own)) if "  rank" in row]
+    assert "rank 1 " in row and numbers(row) == pytest.approx([own[1].mean(), own[[0, 2]].mean()], abs=6e-4)
+
+
 def test_slice_and_context_are_labelled(tmp_path):
     k3("run", MODEL, "--backend", "host", "--slice", "1/2", "--context", 20, "--steps", 3, "--output", tmp_path / "slice.h5")
     rows = unusual(tmp_path / "slice.h5")
