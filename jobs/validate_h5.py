@@ -54,7 +54,11 @@ def describe(path):
                 scalars["/" + name] = plain(item[()])
         objects["/" + name] = entry
 
-    with h5py.File(path, "r", swmr=True) as file:
+    try:
+        opened = h5py.File(path, "r")
+    except OSError:         # being written, or left by a killed writer; only then, for SWMR reads damage again and again
+        opened = h5py.File(path, "r", swmr=True)
+    with opened as file:
         file.visititems(visit)
         attributes = {key: plain(value) for key, value in file.attrs.items()}
     return dict(attributes=attributes, objects=objects), scalars
@@ -128,7 +132,7 @@ def main(paths):
     for path in paths:
         try:
             found = faults(path, schema)
-        except OSError as error:
+        except (OSError, RuntimeError, KeyError) as error:
             print(f"validate_h5: {path} cannot be read: {error}", file=sys.stderr)
             return 3
         print(f"{path}: {'as the schema says' if not found else f'{len(found)} faults'}")

@@ -3,7 +3,10 @@
     /usr/bin/python3 -m pytest tests/test_signals.py      (environment: see tests/harness.py)
 """
 import os
+import re
+import shutil
 import signal
+import subprocess
 import sys
 import time
 
@@ -135,6 +138,24 @@ def test_kill_9_of_a_single_process(tmp_path, undisturbed):
     check_file(path, undisturbed, killed=True)
     assert ending(path) == "running"
     assert "running" in k3("info", path).out
+
+
+@pytest.mark.skipif(not shutil.which("h5clear"), reason="h5clear is not installed (Debian: hdf5-tools)")
+def test_clearing_the_mark_after_kill_9(tmp_path, undisturbed):
+    """By the command that output/README.md prints; without --increment=0 (control) the end of the file is cut off, which is said."""
+    path, cut = tmp_path / "run.h5", tmp_path / "cut.h5"
+    disturbed(path, lambda job: job.process.kill(), ranks=1)
+    shutil.copy(path, cut)
+    command = re.search(r"`(h5clear .*) RUN.h5`", (harness.TESTS.parent / "output" / "README.md").read_text())[1].split()
+    subprocess.run([*command, path], check=True)
+    check_file(path, undisturbed, killed=True)
+    with h5py.File(path, "r") as file:                  # plainly
+        assert len(file["decode/token_ids"][:file["decode/steps"][()]]) > 0
+    validate = [sys.executable, harness.TESTS.parent / "jobs" / "validate_h5.py"]
+    assert subprocess.run([*validate, path], timeout=30).returncode == 0
+    subprocess.run(["h5clear", "-s", cut], check=True)
+    assert subprocess.run([*validate, cut], timeout=30).returncode == 3
+    assert k3("info", cut, status=3).status == 3
 
 
 def test_kill_9_of_mpirun(tmp_path, undisturbed):

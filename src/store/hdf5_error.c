@@ -101,7 +101,7 @@ const char *k3_hdf5_reason(K3Hdf5Reason *reason)
   else if (found.open_for_write)
     snprintf(text, size,
              "the file is open for writing, or its writer was killed; wait for the writer, or clear the mark with "
-             "h5clear -s");
+             "h5clear -s --increment=0");
   else if (found.lock && (found.error == EAGAIN || found.error == EACCES))
     snprintf(text, size,
              "the file is locked: another process has it open; wait for it, or set HDF5_USE_FILE_LOCKING=FALSE if the "
