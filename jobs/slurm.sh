@@ -44,7 +44,8 @@ start_ranks() {
 # it tells the ranks, which finish their step and write FILE; then the job is requeued, and its next start goes on from FILE.
 # Leaves COMMAND's exit status in $status. COMMAND is start_ranks ….
 stop_before_limit() {
-  local file=$1 pid stopped=0
+  local file=$1 pid stopped=0 before
+  before=$(stat -c '%i %y' "$file" 2>/dev/null)
   shift
   in_place="exec" "$@" &
   pid=$!
@@ -59,6 +60,10 @@ stop_before_limit() {
   [ "$stopped" = 1 ] && [ "$status" -ne 0 ] && [ "${K3_REQUEUE:-1}" = 1 ] || return 0
   if [ ! -e "$file" ]; then
     echo "$job_script: stopped with status $status, and there is no $file to go on from: not requeued" >&2
+    return 0
+  fi
+  if [ "$(stat -c '%i %y' "$file")" = "$before" ]; then # or it would go round for ever
+    echo "$job_script: stopped with status $status before it had written $file anew: not requeued, give it more time" >&2
     return 0
   fi
   echo "$job_script: requeued, to go on from $file"

@@ -182,6 +182,24 @@ def test_stopped_without_requeue(cluster):
     assert files == 1 and 0 < len(tokens) < 100000
 
 
+@pytest.mark.parametrize("moves", [True, False])
+def test_requeued_only_with_a_new_snapshot(tmp_path, moves):
+    """A start that is stopped before it wrote its snapshot anew would be stopped there again, for ever."""
+    (tmp_path / "scontrol").write_text("#!/bin/sh\necho scontrol \"$@\"\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    (tmp_path / "snapshot").write_text("of an earlier start")
+    ranks = tmp_path / "ranks.sh"           # says that it runs, and ends at the signal as the ranks do
+    ranks.write_text(f"trap '{'echo new >new; mv new snapshot;' if moves else ''} exit 138' USR1\ntouch runs\n"
+                     "for i in $(seq 100); do sleep 0.1; done\n")
+    script = (f"job_script=x root={ROOT}; . {ROOT}/jobs/slurm.sh; start() {{ exec bash ranks.sh; }}; "
+              "(while [ ! -e runs ]; do sleep 0.05; done; kill -USR1 $$) & stop_before_limit snapshot start; exit $status")
+    result = words("bash", "-c", script, cwd=tmp_path,
+                   env={"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "K3DECODE": K3DECODE, "K3_LAUNCHER": "mpirun"})
+    assert result.returncode == 138, result
+    assert ("scontrol requeue 7" in result.stdout) == moves
+    assert ("before it had written" in result.stderr) == (not moves)
+
+
 # ---------------------------------------------------------------- what is refused
 
 @pytest.mark.parametrize("script, arguments, env, sentence", [
