@@ -642,6 +642,20 @@ def test_block_scale_not_finite(tmp_path, kind):
         refused(write_gguf(tmp_path / "m.gguf", kv, bad), name, "block 11 has", "infinite" if number == 0 else "NaN")
 
 
+def test_only_a_model_file_is_replaced(tiny, tmp_path):
+    """--overwrite never takes the checkpoint itself, nor another file."""
+    path, kv, tensors = tiny
+    write_gguf(path, kv, tensors)
+    notes, before = tmp_path / "notes.txt", path.read_bytes()
+    notes.write_text("mine")
+    for output in (path, notes):
+        done = subprocess.run([K3DECODE, "import", path, "--output", output, "--overwrite"], capture_output=True, text=True, timeout=60)
+        assert done.returncode == 3 and f"{output} is not a model file" in done.stderr, done
+    assert path.read_bytes() == before and notes.read_text() == "mine" and not list(tmp_path.glob("*.partial*"))
+    imported(path, tmp_path)
+    imported(path, tmp_path)
+
+
 def test_disk_too_full(tmp_path):
     """Refused before the first byte: sparse tensors that no disk has room for."""
     kv, tensors = small_model(SEED, types=("f32",), **{**TINY, "hidden": 352, "vocab": 416})

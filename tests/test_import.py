@@ -860,6 +860,10 @@ def test_existing_output(checkpoint):
     done = run(folder, "--output", output)
     assert done.returncode == 3 and "model.h5" in done.stderr and output.read_bytes() == b"precious"
     assert [p.name for p in folder.parent.glob("model.h5*")] == ["model.h5"]
+    done = run(folder, "--output", output, "--overwrite")     # of model files alone
+    assert done.returncode == 3 and "is not a model file" in done.stderr and output.read_bytes() == b"precious"
+    output.unlink()
+    imported(folder)
     imported(folder)                                  # with --overwrite
     before = output.read_bytes()
     write(folder, with_a_log(tensors, [4], [1] * 4))

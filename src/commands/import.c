@@ -34,7 +34,7 @@ static const char usage[] =
     "(widened)\n"
     "      --experts TYPE     of safetensors: keep (default: packed ones become mxfp4 bit for bit, others as\n"
     "                         published), q8_0\n"
-    "      --overwrite        replace FILE when it exists\n"
+    "      --overwrite        replace FILE when it is a model file; nothing else is replaced\n"
     "  -h, --help             this text\n"
     "\n"
     "GGUF matrices keep their type and their blocks bit for bit. Norms, convolutions, A_log, biases and residual "

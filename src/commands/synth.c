@@ -30,7 +30,7 @@ static const char usage[] =
     "\n"
     "  -o, --output MODEL.h5  the file to write; it appears under this name when it is whole\n"
     "      --seed N           another draw of the weights (the same as seed=N in the recipe)\n"
-    "      --overwrite        replace MODEL.h5 if it exists\n"
+    "      --overwrite        replace MODEL.h5 when it is a model file\n"
     "  -h, --help             this text\n";
 
 typedef struct {

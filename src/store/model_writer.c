@@ -25,10 +25,11 @@
 #include "store/disk_space.h"
 #include "store/hdf5_error.h"
 #include "store/model_journal.h"
+#include "store/partial_file.h"
 #include "store/row_ranges.h"
 
 enum {
-  MAX_CALL = 1 << 30,     /* bytes of one pwrite or of one step of a checksum */
+  MAX_CALL = 1 << 30,      /* bytes of one pwrite or of one step of a checksum */
   VERIFY_PIECE = 16 << 20 /* bytes read at a time */
 };
 
@@ -124,96 +125,32 @@ done:
 
 /* ---------------------------------------------------------------- the partial file */
 
-/* Removes a .partial file that no process holds. */
-static K3Status remove_leftover(const char *partial)
-{
-  int descriptor = open(partial, O_RDWR | O_CLOEXEC);
-  if (descriptor < 0) {
-    if (errno == ENOENT) return K3_OK;
-    K3_FAIL(K3_ERR_INPUT, "%s: left by another run and cannot be opened: %s", partial, K3_ERRNO_REASON(errno));
-  }
-  int locked = flock(descriptor, LOCK_EX | LOCK_NB), error = errno;
-  if (locked == 0) locked = unlink(partial), error = errno;
-  close(descriptor);
-  if (locked == 0) return K3_OK;
-  if (error == EWOULDBLOCK)
-    K3_FAIL(K3_ERR_INPUT, "%s: another process is writing this file; wait for it or choose another output", partial);
-  K3_FAIL(K3_ERR_INPUT, "%s: left by another run and cannot be replaced (%s); remove it if nothing writes it", partial,
-          strerror(error));
-}
-
-/* The file descriptor under an open HDF5 file, -1: none. */
-static int descriptor_of(hid_t file)
-{
-  void *handle = NULL;
-  if (H5Fget_vfd_handle(file, H5P_DEFAULT, &handle) < 0 || !handle) return -1;
-  return *(int *)handle;
-}
-
-static K3Status create_partial(K3ModelWriter *writer)
-{
-  K3Status status = K3_OK;
-  hid_t access = H5Pcreate(H5P_FILE_ACCESS);
-  if (access < 0 || H5Pset_file_locking(access, 1, 1) < 0)
-    K3_FAIL_DONE(K3_ERR_INPUT, "%s: cannot create: %s", writer->partial, K3_HDF5_REASON);
-  writer->file = H5Fcreate(writer->partial, H5F_ACC_EXCL, H5P_DEFAULT, access);
-  if (writer->file < 0) {
-    int error = k3_hdf5_errno();
-    if (error == EEXIST)
-      K3_FAIL_DONE(K3_ERR_INPUT, "%s: another process is writing this file; wait for it or choose another output",
-                   writer->partial);
-    if (error != ENOLCK && error != ENOSYS && error != EOPNOTSUPP)
-      K3_FAIL_DONE(K3_ERR_INPUT, "%s: cannot create: %s", writer->partial, K3_HDF5_REASON);
-    /* The file system knows no locks: the file was just made, exclusively, by the call that failed. */
-    unlink(writer->partial);
-    if (H5Pset_file_locking(access, 0, 1) >= 0)
-      writer->file = H5Fcreate(writer->partial, H5F_ACC_EXCL, H5P_DEFAULT, access);
-    if (writer->file < 0) K3_FAIL_DONE(K3_ERR_INPUT, "%s: cannot create: %s", writer->partial, K3_HDF5_REASON);
-  }
-  writer->exists = 1;
-  /* Held even with HDF5_USE_FILE_LOCKING=FALSE, so that a second writer sees this one; without locks on the
-   * file system the exclusive creation is all there is. */
-  flock(descriptor_of(writer->file), LOCK_EX | LOCK_NB);
-done:
-  if (access >= 0) H5Pclose(access);
-  return status;
-}
-
 /* A writer for `path` that has no file yet. */
 static K3Status new_writer(const char *path, const K3Config *config, int overwrite, K3ModelWriter **result)
 {
-  K3Status status = K3_OK;
-  struct stat found;
   *result = NULL;
   k3_hdf5_silence();
+  K3_TRY(k3_partial_check(path, overwrite, "k3decode-model", "model file"));
   K3ModelWriter *writer = calloc(1, sizeof *writer);
   if (!writer) K3_FAIL(K3_ERR_INPUT, "%s: no memory", path);
   writer->file = writer->layers = writer->descriptor = -1;
   writer->config = *config;
   writer->overwrite = overwrite;
   pthread_mutex_init(&writer->lock, NULL);
-  int length = snprintf(writer->path, sizeof writer->path, "%s", path);
-  if (length < 1 ||
-      (size_t)snprintf(writer->partial, sizeof writer->partial, "%s.partial", path) >= sizeof writer->partial)
-    K3_FAIL_DONE(K3_ERR_INPUT, "output path \"%s\" is empty or too long", path);
-  if (stat(path, &found) == 0) {
-    if (!S_ISREG(found.st_mode))
-      K3_FAIL_DONE(K3_ERR_INPUT, "%s: exists and is no plain file; choose another output", path);
-    if (!overwrite) K3_FAIL_DONE(K3_ERR_INPUT, "%s: exists already; choose another output or give --overwrite", path);
-  }
+  snprintf(writer->path, sizeof writer->path, "%s", path); /* both fit: k3_partial_check */
+  snprintf(writer->partial, sizeof writer->partial, "%s.partial", path);
   *result = writer;
-done:
-  if (status != K3_OK) k3_model_writer_close(writer);
-  return status;
+  return K3_OK;
 }
 
 /* The file itself, with root attributes, /config and /layers; a leftover is replaced. */
 static K3Status create_file(K3ModelWriter *writer, const char *provenance)
 {
   int64_t version = 1;
-  K3_TRY(remove_leftover(writer->partial));
+  K3_TRY(k3_partial_remove_leftover(writer->partial));
   K3_TRY(k3_model_journal_remove(writer->partial));
-  K3_TRY(create_partial(writer));
+  K3_TRY(k3_partial_create(writer->partial, H5P_DEFAULT, &writer->file));
+  writer->exists = 1;
   K3_TRY(write_text(writer, writer->file, "format", "k3decode-model"));
   K3_TRY(write_scalar(writer, writer->file, "format_version", H5T_STD_I64LE, H5T_NATIVE_INT64, &version));
   K3_TRY(write_text(writer, writer->file, "architecture", "kimi-k3"));
@@ -222,7 +159,7 @@ static K3Status create_file(K3ModelWriter *writer, const char *provenance)
   K3_TRY(write_config(writer, &writer->config));
   writer->layers = H5Gcreate2(writer->file, "layers", H5P_DEFAULT, H5P_DEFAULT, H5P_DEFAULT);
   if (writer->layers < 0) K3_FAIL(K3_ERR_INPUT, "%s: cannot create /layers: %s", writer->partial, K3_HDF5_REASON);
-  writer->descriptor = descriptor_of(writer->file);
+  writer->descriptor = k3_partial_descriptor(writer->file);
   if (writer->descriptor < 0) K3_FAIL(K3_ERR_INPUT, "%s: no file descriptor: %s", writer->partial, K3_HDF5_REASON);
   return K3_OK;
 }
@@ -426,7 +363,7 @@ static K3Status open_leftover(K3ModelWriter *writer, const K3TensorTable *table,
   if (access < 0 || H5Pset_file_locking(access, 1, 1) < 0) K3_FAIL_DONE(K3_ERR_INPUT, "no access list");
   writer->file = H5Fopen(writer->partial, H5F_ACC_RDWR, access);
   if (writer->file < 0) K3_FAIL_DONE(K3_ERR_INPUT, "%s: cannot be opened", writer->partial);
-  writer->descriptor = descriptor_of(writer->file);
+  writer->descriptor = k3_partial_descriptor(writer->file);
   if (writer->descriptor < 0 || (flock(writer->descriptor, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK))
     K3_FAIL_DONE(K3_ERR_INPUT, "%s: is being written", writer->partial);
   K3_TRY_DONE(k3_model_journal_open(writer->partial, identity, &writer->journal));
@@ -457,8 +394,8 @@ K3Status k3_model_writer_create_all(const char *path, const K3Config *config, co
     *result = writer;
     return K3_OK;
   }
-  k3_status_clear();                             /* nothing to go on with is no failure */
-  K3_TRY_DONE(remove_leftover(writer->partial)); /* before its room is counted */
+  k3_status_clear();                                        /* nothing to go on with is no failure */
+  K3_TRY_DONE(k3_partial_remove_leftover(writer->partial)); /* before its room is counted */
   for (int64_t i = 0; i < table->count; i++)
     bytes += matrix_rows(&table->specs[i]) * row_bytes(&table->specs[i], types[i]);
   K3_TRY_DONE(k3_disk_space_check(path, bytes, "choose another output"));
@@ -533,41 +470,6 @@ static K3Status write_digests(K3ModelWriter *writer, const K3TensorTable *table)
   return k3_content_put_digest(writer->partial, writer->file, writer->digest);
 }
 
-static K3Status sync_path(const char *path, int flags)
-{
-  int descriptor = open(path, O_RDONLY | O_CLOEXEC | flags);
-  if (descriptor < 0) K3_FAIL(K3_ERR_INPUT, "%s: cannot open to flush: %s", path, K3_ERRNO_REASON(errno));
-  int failed = fsync(descriptor), error = errno;
-  close(descriptor);
-  if (failed && error != EINVAL && error != EROFS) /* some file systems cannot flush a directory */
-    K3_FAIL(K3_ERR_INPUT, "%s: cannot flush to disk: %s", path, K3_ERRNO_REASON(error));
-  return K3_OK;
-}
-
-static K3Status rename_into_place(K3ModelWriter *writer)
-{
-  int failed;
-  if (writer->overwrite) {
-    failed = rename(writer->partial, writer->path);
-  } else { /* a file that appeared meanwhile is kept */
-    failed = renameat2(AT_FDCWD, writer->partial, AT_FDCWD, writer->path, RENAME_NOREPLACE);
-    if (failed && (errno == EINVAL || errno == ENOSYS)) {
-      failed = access(writer->path, F_OK) == 0;
-      if (failed) errno = EEXIST;
-      else failed = rename(writer->partial, writer->path);
-    }
-  }
-  if (failed)
-    K3_FAIL(K3_ERR_INPUT, "%s: cannot be renamed to %s: %s", writer->partial, writer->path, K3_ERRNO_REASON(errno));
-  writer->exists = 0;
-  char directory[PATH_MAX];
-  snprintf(directory, sizeof directory, "%s", writer->path);
-  char *slash = strrchr(directory, '/');
-  if (!slash) strcpy(directory, ".");
-  else slash[slash == directory] = '\0';
-  return sync_path(directory, O_DIRECTORY);
-}
-
 K3Status k3_model_writer_finish(K3ModelWriter *writer, const K3TensorTable *table)
 {
   K3_TRY(write_digests(writer, table));
@@ -576,8 +478,8 @@ K3Status k3_model_writer_finish(K3ModelWriter *writer, const K3TensorTable *tabl
   writer->layers = -1;
   if (H5Fclose(writer->file) < 0) K3_FAIL(K3_ERR_INPUT, "%s: cannot close: %s", writer->partial, K3_HDF5_REASON);
   writer->file = -1;
-  K3_TRY(sync_path(writer->partial, 0));
-  K3_TRY(rename_into_place(writer));
+  K3_TRY(k3_partial_publish(writer->partial, writer->path, writer->overwrite));
+  writer->exists = 0;
   return writer->journal ? k3_model_journal_remove(writer->partial) : K3_OK;
 }
 
@@ -585,23 +487,13 @@ uint64_t k3_model_writer_digest(const K3ModelWriter *writer) { return writer->di
 
 void k3_model_writer_keep(K3ModelWriter *writer) { writer->keep = writer->journal != NULL; }
 
-/* The library cannot close a file whose last flush fails, and complains again when the process ends. An
- * unfinished file is thrown away, so its last writes may go to memory instead of a full disk. */
-static void discard_writes(hid_t file)
-{
-  int descriptor = descriptor_of(file);
-  int nowhere = memfd_create("k3decode-discarded", MFD_CLOEXEC);
-  if (descriptor >= 0 && nowhere >= 0) dup3(nowhere, descriptor, O_CLOEXEC);
-  if (nowhere >= 0) close(nowhere);
-}
-
 void k3_model_writer_close(K3ModelWriter *writer)
 {
   if (!writer) return;
   int discard = writer->exists && !writer->keep;
   if (discard) unlink(writer->partial);
   if (discard && writer->journal) k3_model_journal_remove(writer->partial);
-  if (discard && writer->file >= 0) discard_writes(writer->file);
+  if (discard && writer->file >= 0) k3_partial_discard(writer->file);
   if (writer->layers >= 0) H5Gclose(writer->layers);
   if (writer->file >= 0) H5Fclose(writer->file);
   for (int64_t i = 0; i < writer->count; i++) k3_row_ranges_free(&writer->written[i].rows);

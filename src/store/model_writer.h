@@ -12,7 +12,8 @@
 
 typedef struct K3ModelWriter K3ModelWriter;
 
-/* Creates PATH.partial with root attributes and /config. An existing PATH is refused unless `overwrite`.
+/* Creates PATH.partial with root attributes and /config. An existing PATH is refused unless `overwrite`,
+ * and then unless it is a model file.
  * `provenance` (text: command, source) is stored as root attribute `provenance`.
  * Errors: K3_ERR_INPUT (cannot write, exists, disk full). */
 K3Status k3_model_writer_create(const char *path, const K3Config *config, const char *provenance, int overwrite,
