@@ -783,23 +783,65 @@ static void test_writer_two_at_once_and_leftovers(void **state)
 static void test_writer_out_of_space(void **state)
 {
   (void)state;
-  char partial[160], output[160];
+  char partial[160];
   struct rlimit old, low;
-  snprintf(output, sizeof output, "--output=%s", other_path);
+  K3Source *source = NULL;
+  K3ModelWriter *writer = NULL;
+  static const char zeros[101 * 64 * 4];
+  unlink(other_path);
   snprintf(partial, sizeof partial, "%s.partial", other_path);
+  assert_int_equal(k3_source_open("synth:" SIZES, &source), K3_OK);
+  const K3TensorSpec *spec = &source->table.specs[0];
+  assert_int_equal(k3_model_writer_create(other_path, &source->config, "", 0, &writer), K3_OK);
+  assert_int_equal(k3_model_writer_tensor(writer, spec, K3_TYPE_F32), K3_OK);
+  assert_string_equal(spec->path, "/embed");
   signal(SIGXFSZ, SIG_IGN);
   assert_int_equal(getrlimit(RLIMIT_FSIZE, &old), 0);
   low = old;
-  low.rlim_cur = 100000;
+  low.rlim_cur = 10000;
   assert_int_equal(setrlimit(RLIMIT_FSIZE, &low), 0);
-  char *arguments[] = {"synth", SIZES, output, NULL};
-  K3Status status = k3_command_synth(3, arguments, NULL);
+  K3Status status = k3_model_writer_rows(writer, spec, K3_TYPE_F32, 0, 101, zeros);
   setrlimit(RLIMIT_FSIZE, &old);
   assert_int_equal(status, K3_ERR_INPUT);
   if (!strstr(k3_status_message(), "File too large")) fail_msg("%s", k3_status_message());
   k3_status_clear();
+  k3_model_writer_close(writer);
+  source->close(source);
   assert_int_not_equal(access(other_path, F_OK), 0);
   assert_int_not_equal(access(partial, F_OK), 0);
+}
+
+/* A limit that is known before is refused before: HDF5 would crash when the program ends under it. */
+static void test_limit_on_file_size(void **state)
+{
+  (void)state;
+  char partial[160], output[160];
+  struct rlimit old, low;
+  struct stat whole;
+  K3Source *source = NULL;
+  snprintf(output, sizeof output, "--output=%s", other_path);
+  snprintf(partial, sizeof partial, "%s.partial", other_path);
+  assert_int_equal(k3_source_open("synth:" SIZES, &source), K3_OK);
+  int64_t room = k3_model_writer_room(&source->table, source->types);
+  signal(SIGXFSZ, SIG_IGN);
+  assert_int_equal(getrlimit(RLIMIT_FSIZE, &old), 0);
+  low = old;
+  char *arguments[] = {"synth", SIZES, output, NULL};
+  for (int i = 0; i < 2; i++) {
+    low.rlim_cur = (rlim_t)(room - 1 + i);
+    assert_int_equal(setrlimit(RLIMIT_FSIZE, &low), 0);
+    K3Status status = k3_command_synth(3, arguments, NULL);
+    setrlimit(RLIMIT_FSIZE, &old);
+    assert_int_equal(status, i ? K3_OK : K3_ERR_INPUT);
+    if (i == 0 && !strstr(k3_status_message(), "ulimit -f")) fail_msg("%s", k3_status_message());
+    k3_status_clear();
+    assert_int_equal(access(other_path, F_OK) == 0, i);
+    assert_int_not_equal(access(partial, F_OK), 0);
+  }
+  assert_int_equal(stat(other_path, &whole), 0);
+  assert_true(whole.st_size <= room);
+  unlink(other_path);
+  source->close(source);
 }
 
 static void test_synth_command(void **state)
@@ -970,6 +1012,7 @@ int main(void)
       cmocka_unit_test(test_writer_refuses_unwritten_tensor),
       cmocka_unit_test(test_writer_two_at_once_and_leftovers),
       cmocka_unit_test(test_writer_out_of_space),
+      cmocka_unit_test(test_limit_on_file_size),
       cmocka_unit_test(test_row_ranges_any_order),
       cmocka_unit_test(test_synth_command),
       cmocka_unit_test(test_check_model_finds_bad_values),

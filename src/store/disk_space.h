@@ -6,7 +6,8 @@
 
 #include "base/status.h"
 
-/* Whether a model of `bytes` fits beside what the disk of the file `output` holds. `mend` ends the message.
+/* Whether a file of `bytes` fits beside what the disk of the file `output` holds, and below the limit on file size: that
+ * must not reach HDF5, which crashes at exit over a file that it could not close. `mend` ends the message.
  * Errors: K3_ERR_INPUT. */
 K3Status k3_disk_space_check(const char *output, int64_t bytes, const char *mend);
 

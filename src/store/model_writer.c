@@ -30,7 +30,9 @@
 
 enum {
   MAX_CALL = 1 << 30,      /* bytes of one pwrite or of one step of a checksum */
-  VERIFY_PIECE = 16 << 20 /* bytes read at a time */
+  VERIFY_PIECE = 16 << 20, /* bytes read at a time */
+  HEADER_ROOM = 128 << 10, /* more than /config, /codebooks and the groups take beside the tensors */
+  TENSOR_ROOM = 2 << 10    /* more than what HDF5 keeps about a dataset */
 };
 
 /* What was written of one tensor. */
@@ -187,6 +189,14 @@ static int64_t matrix_rows(const K3TensorSpec *spec)
 static int64_t row_bytes(const K3TensorSpec *spec, K3Type type)
 {
   return k3_format_bytes(type, spec->rank == 1 ? 1 : spec->shape[spec->rank - 1]);
+}
+
+int64_t k3_model_writer_room(const K3TensorTable *table, const K3Type *types)
+{
+  int64_t bytes = HEADER_ROOM + table->count * TENSOR_ROOM;
+  for (int64_t i = 0; i < table->count; i++)
+    bytes += matrix_rows(&table->specs[i]) * row_bytes(&table->specs[i], types[i]);
+  return bytes;
 }
 
 static hid_t stored_type(K3Type type)
@@ -387,7 +397,6 @@ K3Status k3_model_writer_create_all(const char *path, const K3Config *config, co
 {
   K3Status status = K3_OK;
   K3ModelWriter *writer = NULL;
-  int64_t bytes = 0;
   *result = NULL;
   K3_TRY(new_writer(path, config, overwrite, &writer));
   if (open_leftover(writer, table, types, identity) == K3_OK) {
@@ -396,9 +405,7 @@ K3Status k3_model_writer_create_all(const char *path, const K3Config *config, co
   }
   k3_status_clear();                                        /* nothing to go on with is no failure */
   K3_TRY_DONE(k3_partial_remove_leftover(writer->partial)); /* before its room is counted */
-  for (int64_t i = 0; i < table->count; i++)
-    bytes += matrix_rows(&table->specs[i]) * row_bytes(&table->specs[i], types[i]);
-  K3_TRY_DONE(k3_disk_space_check(path, bytes, "choose another output"));
+  K3_TRY_DONE(k3_disk_space_check(path, k3_model_writer_room(table, types), "choose another output"));
   K3_TRY_DONE(create_file(writer, provenance));
   for (int64_t i = 0; i < table->count; i++) K3_TRY_DONE(k3_model_writer_tensor(writer, &table->specs[i], types[i]));
   K3_TRY_DONE(flush(writer));

@@ -12,6 +12,9 @@
 
 typedef struct K3ModelWriter K3ModelWriter;
 
+/* Bytes that a model file of these tensors, types [table->count], has at most. */
+int64_t k3_model_writer_room(const K3TensorTable *table, const K3Type *types);
+
 /* Creates PATH.partial with root attributes and /config. An existing PATH is refused unless `overwrite`,
  * and then unless it is a model file.
  * `provenance` (text: command, source) is stored as root attribute `provenance`.
