@@ -609,7 +609,7 @@ def test_a_log_wrong(tiny):
     raw = tensors["blk.0.ssm_a"][2]
     tensors["blk.0.ssm_a"] = "f32", [3], raw[:12]
     refused(write_gguf(path, kv, tensors), "blk.0.ssm_a", "3 numbers, fewer than the 4 heads")
-    for value in (0.0, 0.5, float("nan")):
+    for value in (0.0, 0.5, float("nan"), -float("inf")):
         tensors["blk.0.ssm_a"] = "f32", [4], raw[:8] + struct.pack("<f", value) + raw[12:]
         refused(write_gguf(path, kv, tensors), "blk.0.ssm_a", "element 2", "below zero")
 

@@ -260,8 +260,8 @@ static K3Status convert_a_log(const Import *import, const K3TensorSpec *spec, co
   for (int64_t i = 0; i < count; i++) {
     float value;
     k3_decode(type, NULL, tensor->data + k3_format_bytes(type, i), 1, &value);
-    if (i < heads && !(value < 0.0f))
-      K3_FAIL(K3_ERR_INPUT, "%s: tensor %s: element %lld is %g, wanted a number below zero (-exp(A_log))",
+    if (i < heads && !(value < 0.0f && isfinite(value)))
+      K3_FAIL(K3_ERR_INPUT, "%s: tensor %s: element %lld is %g, wanted a finite number below zero (-exp(A_log))",
               k3_gguf_path(import->gguf, tensor), tensor->name, (long long)i, (double)value);
     if (i >= heads && value != 0.0f && value != -1.0f)
       K3_FAIL(K3_ERR_INPUT,
