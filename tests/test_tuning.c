@@ -318,6 +318,9 @@ static void test_damaged_files_are_refused(void **state)
     write_file(&bad[i], 1);
     read_fails("no trial is like that");
   }
+  bad[0] = t, bad[0].kernel = 2;
+  write_file(bad, 1);
+  read_fails("kernel 2, wanted 0 or 1");
   assert_int_equal(truncate(path, 512), 0);
   read_fails("cannot open");
   FILE *text = fopen(path, "w");

@@ -127,6 +127,9 @@ static K3Status check_trial(const char *path, const K3AttentionTuning *tuning, i
 {
   enum { MOST = 1 << 20 };
   const K3AttentionTrial *t = &tuning->trial[i];
+  if (t->kernel != K3_ATTENTION_KERNEL_CORE && t->kernel != K3_ATTENTION_KERNEL_TENSOR)
+    K3_FAIL(K3_ERR_INPUT, "%s: trial %lld: kernel %lld, wanted %d or %d", path, (long long)i, (long long)t->kernel,
+            K3_ATTENTION_KERNEL_CORE, K3_ATTENTION_KERNEL_TENSOR);
   if (t->heads < 1 || t->heads > tuning->num_heads || t->heads_per_pass < 1 || t->rows < 1 || t->slices < 1 ||
       t->slices > MOST || !(t->ms > 0.0) || t->rows_from < 0 || t->rows_to < t->rows_from)
     K3_FAIL(K3_ERR_INPUT,
