@@ -328,6 +328,18 @@ def test_no_conversion(tiny, option):
     refused(write_gguf(path, kv, tensors), option[0], "GGUF", status=2, words=option)
 
 
+@pytest.mark.parametrize("kind", ["empty folder", "another name"])
+def test_no_checkpoint(tiny, kind):
+    """What is neither kind of checkpoint is told what either looks like."""
+    path, kv, tensors = tiny
+    given = path.parent / "given"
+    if kind == "empty folder":
+        given.mkdir()
+    else:
+        write_gguf(path, kv, tensors).rename(given)
+    refused(given, "is no checkpoint", "config.json", ".gguf")
+
+
 # ---------------------------------------------------------------- F19, F20: shards
 
 @pytest.mark.parametrize("cut", [1, 4096, "half", "header", "all", -1])

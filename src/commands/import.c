@@ -8,10 +8,12 @@
 
 #include <getopt.h>
 #include <inttypes.h>
+#include <limits.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "commands/commands.h"
 #include "commands/progress.h"
@@ -125,6 +127,13 @@ static K3Status import_by_kind(const Arguments *arguments, const K3ImportOptions
               arguments->conversion);
     return k3_gguf_import(arguments->checkpoint, arguments->output, options, result);
   }
+  char config[PATH_MAX];
+  snprintf(config, sizeof config, "%s/config.json", arguments->checkpoint);
+  if (access(arguments->checkpoint, F_OK) == 0 && access(config, F_OK) != 0)
+    K3_FAIL(K3_ERR_INPUT,
+            "%s is no checkpoint: neither a directory with config.json (safetensors), nor a file or directory of files "
+            "whose names end in .gguf",
+            arguments->checkpoint);
 #ifdef HAVE_JSON_C
   return k3_hf_import(arguments->checkpoint, arguments->output, arguments->trunk, arguments->experts, options, result);
 #else
