@@ -117,6 +117,18 @@ static void report(const Arguments *arguments, const K3ImportResult *result)
          result->seconds > 0 ? (double)result->bytes_read * 1e-9 / result->seconds : 0.0, result->digest);
 }
 
+/* Any of the files that such a directory begins with; what is missing beside it is named by the importer. */
+static int looks_like_safetensors(const char *directory)
+{
+  static const char *const names[] = {"config.json", "model.safetensors.index.json", "model.safetensors"};
+  char path[PATH_MAX];
+  for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
+    snprintf(path, sizeof path, "%s/%s", directory, names[i]);
+    if (access(path, F_OK) == 0) return 1;
+  }
+  return 0;
+}
+
 static K3Status import_by_kind(const Arguments *arguments, const K3ImportOptions *options, K3ImportResult *result)
 {
   int is_gguf = 0;
@@ -127,9 +139,7 @@ static K3Status import_by_kind(const Arguments *arguments, const K3ImportOptions
               arguments->conversion);
     return k3_gguf_import(arguments->checkpoint, arguments->output, options, result);
   }
-  char config[PATH_MAX];
-  snprintf(config, sizeof config, "%s/config.json", arguments->checkpoint);
-  if (access(arguments->checkpoint, F_OK) == 0 && access(config, F_OK) != 0)
+  if (access(arguments->checkpoint, F_OK) == 0 && !looks_like_safetensors(arguments->checkpoint))
     K3_FAIL(K3_ERR_INPUT,
             "%s is no checkpoint: neither a directory with config.json (safetensors), nor a file or directory of files "
             "whose names end in .gguf",
