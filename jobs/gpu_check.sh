@@ -2,14 +2,14 @@
 # Proves the CUDA backend on a machine with a GPU: against the host backend, graph against eager, several ranks, planted faults,
 # sanitizers, and the time of one rank's slice of Kimi K3. Ends with a short table; exit status 0 when every row passed.
 #
-#   jobs/gpu_check.sh [SECTION…]     kernels tiny shapes formats k3 ranks snapshot guard sanitize slice; all of them without arguments
+#   jobs/gpu_check.sh [SECTION…]     kernels tiny shapes formats gguf k3 ranks snapshot guard sanitize slice; all of them without arguments
 #
 # Environment: K3DECODE the program (default: builds it into build-gpu); K3MPIRUN what starts ranks (mpirun --oversubscribe);
 # OUT a folder for logs (default: output/gpu_check); K3_SLICE the model of the slice section.
 # shellcheck disable=SC2086,SC2046 # lists of words are split on purpose
 set -u
 
-check=gpu_check all='kernels tiny shapes formats k3 ranks snapshot guard sanitize slice'
+check=gpu_check all='kernels tiny shapes formats gguf k3 ranks snapshot guard sanitize slice'
 sections=${*:-$all}
 # shellcheck source=jobs/check_lib.sh
 . "$(dirname "$0")/check_lib.sh"
@@ -108,6 +108,26 @@ if wanted formats; then
     same "$trunk trunk, $experts experts, f32" "$name-host" "$name-f32" $exact
     same "$trunk trunk, $experts experts, int16" "$name-host" "$name-int16" $codes
   done
+fi
+
+if wanted gguf; then
+  note gguf
+  # the file whose logits llama.cpp computed (tests/fixtures/public_gguf), 23 types mixed: tests/test_gguf.py holds the host to them
+  name='imported GGUF'
+  if ! python3 -c 'import numpy' 2>/dev/null; then
+    row "$name" skip 'python3 has no numpy'
+  elif python3 tests/gguf_model.py "$work/small.gguf" 48 &&
+    timeout 60 $K3DECODE import "$work/small.gguf" --output "$work/small.h5" >"$out/gguf-import.log" 2>&1 </dev/null; then
+    with="$work/small.h5 --prompt 69,113,75,119,125,2,149,191 --steps 64"
+    decode gguf-host $with --backend host
+    four_ways gguf $with
+    for ranks in 2 8; do
+      K3_COMM=staged LIMIT=90 decode_ranks gguf-$ranks $ranks $with --backend cuda --activations f32
+      same "gguf on $ranks ranks, staged" gguf-host gguf-$ranks $exact
+    done
+  else
+    row "$name" FAIL "no import: $(tail -n 1 "$out/gguf-import.log" | cut -c1-200)"
+  fi
 fi
 
 if wanted k3; then

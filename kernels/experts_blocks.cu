@@ -59,10 +59,12 @@ __device__ __forceinline__ void share_rows(int rows, int *begin, int *end)
 }
 
 /* ---- gate and up ---- */
+enum Stage { BOTH, GATE_ALONE, UP_ALONE };
 struct GateUpArguments {
-  K3CudaExperts e;
+  K3CudaExperts e; /* its gate: what the plan is made of */
   BlockPlan plan;
-  BlockMatrix gate, up;
+  BlockMatrix gate, up; /* twice the same in a stage of one alone */
+  Stage stage;
   uint32_t magic; /* of the band */
 };
 
@@ -123,7 +125,8 @@ __global__ void __launch_bounds__(BLOCK_THREADS, 1) gate_up_blocks_kernel(const 
   __syncthreads();
   for (int i = threadIdx.x; i < end - begin; i += blockDim.x) {
     float2 sums = core.pair_sum(s, i);
-    e.hidden[begin + i] = situ(sums.x, sums.y, e.situ_beta, e.situ_linear_beta);
+    float gate = a.stage == UP_ALONE ? __ldcg(e.hidden + begin + i) : sums.x;
+    e.hidden[begin + i] = a.stage == GATE_ALONE ? gate : situ(gate, sums.y, e.situ_beta, e.situ_linear_beta);
   }
 }
 
@@ -230,23 +233,34 @@ BlockPlan plan_of(K3Type type, int templated, int64_t n, int exact, int segments
   return block_plan(type, templated, n, exact, book ? book->words : 0, book ? k3_codebook_words(book) - book->words : 0, segments);
 }
 
+/* Formats that differ take a launch each; its warps read a row twice, the second time from a cache. */
+K3Status launch_gate_up(const K3CudaLaunch *launch, const K3CudaExperts *e, const K3CudaMatrix *gate,
+                        const K3CudaMatrix *up, Stage stage)
+{
+  Kernels kernels = kernels_of(gate->type, e->exact);
+  unsigned grid = (unsigned)launch->sm_count;
+  GateUpArguments a;
+  Tiling tiling = block_tiling((int)(gate->cols / block_unit_values(gate->type)));
+  a.e = *e;
+  a.e.gate = *gate;
+  a.plan = plan_of(gate->type, kernels.templated, e->y.n, e->exact,
+                   block_segment_floats((int)(e->routing.chosen * e->band / grid) + 2, tiling.lanes, BLOCK_THREADS / 32));
+  a.plan.tiling = tiling;
+  a.gate = block_matrix(*gate);
+  a.up = block_matrix(*up);
+  a.stage = stage;
+  a.magic = magic_of(e->band);
+  void *arguments[] = {&a};
+  return k3_cuda_launch_kernel(launch, "gate_up_blocks_kernel", kernels.gate_up, grid, BLOCK_THREADS, 1, (size_t)a.plan.bytes, arguments);
+}
+
 } /* namespace */
 
 K3Status k3_cuda_experts_gate_up_blocks(const K3CudaLaunch *launch, const K3CudaExperts *e)
 {
-  Kernels kernels = kernels_of(e->gate.type, e->exact);
-  unsigned grid = (unsigned)launch->sm_count;
-  GateUpArguments a;
-  Tiling tiling = block_tiling((int)(e->gate.cols / block_unit_values(e->gate.type)));
-  a.e = *e;
-  a.plan = plan_of(e->gate.type, kernels.templated, e->y.n, e->exact,
-                   block_segment_floats((int)(e->routing.chosen * e->band / grid) + 2, tiling.lanes, BLOCK_THREADS / 32));
-  a.plan.tiling = tiling;
-  a.gate = block_matrix(e->gate);
-  a.up = block_matrix(e->up);
-  a.magic = magic_of(e->band);
-  void *arguments[] = {&a};
-  return k3_cuda_launch_kernel(launch, "gate_up_blocks_kernel", kernels.gate_up, grid, BLOCK_THREADS, 1, (size_t)a.plan.bytes, arguments);
+  if (e->gate.type == e->up.type) return launch_gate_up(launch, e, &e->gate, &e->up, BOTH);
+  K3_TRY(launch_gate_up(launch, e, &e->gate, &e->gate, GATE_ALONE));
+  return launch_gate_up(launch, e, &e->up, &e->up, UP_ALONE);
 }
 
 K3Status k3_cuda_experts_down_blocks(const K3CudaLaunch *launch, const K3CudaExperts *e)

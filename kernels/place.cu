@@ -41,12 +41,11 @@ K3Status k3_cuda_check_limits(const K3Cuda *cuda)
   K3_TRY(check_at_most(cuda, "the intermediate band of a rank", k3_cuda_own(cuda, K3_SHARE_EXPERTS), (1 << 13) - 1));
   for (int64_t i = 0; i < source->table.count; i++) {
     const K3TensorSpec *spec = &source->table.specs[i];
-    if (spec->share == K3_SHARE_EXPERTS && source->types[i] == K3_TYPE_F16)
-      K3_FAIL(K3_ERR_INPUT, "%s: the CUDA backend does not read experts of f16 (%s); run with --backend host", source->origin, spec->path);
     if (spec->role != K3_ROLE_EXPERTS_UP) continue;
     int64_t gate = k3_tensors_find(&source->table, spec->layer, K3_ROLE_EXPERTS_GATE);
-    if (source->types[gate] != source->types[i])
-      K3_FAIL(K3_ERR_INPUT, "%s: the CUDA backend reads experts_gate and experts_up of one format, got %s (%s) and %s (%s); "
+    if (source->types[gate] != source->types[i] && !(k3_cuda_is_blocks(source->types[gate]) && k3_cuda_is_blocks(source->types[i])))
+      K3_FAIL(K3_ERR_INPUT, "%s: the CUDA backend reads experts_gate and experts_up of one format, or of two GGUF block formats that "
+              "it keeps as they are (all but q8_0, mxfp4 and iq1_s); got %s (%s) and %s (%s); "
               "run with --backend host", source->origin, source->table.specs[gate].path, k3_format(source->types[gate])->name,
               spec->path, k3_format(source->types[i])->name);
   }

@@ -4,11 +4,15 @@
     write_gguf("m.gguf", kv, tensors)
     write_split("folder", "m", kv, tensors, shards=3)
 
+    python3 gguf_model.py m.gguf 5                    # the same from a shell
+
 A model is a list of metadata (key, kind, value) and a dict: tensor name -> (type, shape, bytes), shapes outermost axis first.
 The numbers come from PCG64's raw stream, which NumPy keeps stable, through exact arithmetic: the files are the same, bit for
 bit, everywhere (tests/fixtures/public_gguf bears the checksum of one).
 """
+import pathlib
 import struct
+import sys
 
 import numpy as np
 
@@ -263,3 +267,7 @@ def small_model(seed, types=None, **overrides):
     """(metadata, tensors) of SMALL with overrides."""
     s = {**SMALL, **overrides}
     return metadata(s), small_tensors(s, seed, types)
+
+
+if __name__ == "__main__":
+    write_gguf(pathlib.Path(sys.argv[1]), *small_model(int(sys.argv[2])))

@@ -114,14 +114,14 @@ static void check_experts(K3Table *table, K3Type type, int exact, int experts, i
   for (int64_t r = 0; r < shared; r++) h[r] = ref_situ(sg[r], su[r]);
   ref_multiply(Q8, shared_down.stored, hidden_size, shared, h, want_shared);
   double shared_error = k3_table_error(shared_y, want_shared, hidden_size);
-  int tight = exact || !k3_format_is_quantised(type);
+  int quantised = k3_format_is_quantised(type), tight = exact || !quantised;
   if (tight && here) { /* controls: a code byte in each of four rows of the first local expert */
     int64_t code_bits = type == K3_TYPE_F32     ? 32
-                        : type == K3_TYPE_BF16  ? 16
+                        : !quantised            ? 16
                         : type == Q8            ? 8
                         : type == K3_TYPE_MXFP4 ? 4
                                                 : 1;
-    int64_t top = type == K3_TYPE_F32 ? 3 : type == K3_TYPE_BF16 ? 1 : 0; /* the byte that holds the exponent */
+    int64_t top = type == K3_TYPE_F32 ? 3 : !quantised ? 1 : 0; /* the byte that holds the exponent */
     int64_t at = local_id[0] * band * latent * code_bits / 8 + top;       /* the same element of gate and of down */
     for (int k = 0; k < 4; k++) flip((const uint8_t *)g->down.codes + at + k * band * code_bits / 8, 0x77);
     K3_CHECK_STATUS(k3_cuda_experts(&launch, g));
@@ -250,6 +250,7 @@ void check_all_experts(K3Table *table)
   /* one rank alone: hidden vectors in float32 that do not fit a block's shared memory at once */
   static const K3Type wide[] = {K3_TYPE_F32, K3_TYPE_BF16, K3_TYPE_MXFP4, K3_TYPE_IQ1_S};
   for (size_t i = 0; i < sizeof wide / sizeof *wide; i++) check_experts(table, wide[i], 1, 64, 16, 0, 64, 3072, 512, 7168, 0, 0);
+  check_experts(table, K3_TYPE_F16, 0, 64, 6, 10, 50, 96, 352, 640, 0, 0);
   check_experts(table, K3_TYPE_F32, 0, 12, 3, 4, 8, 32, 64, 96, 0, 0);
   check_experts(table, K3_TYPE_IQ1_S, 0, 12, 5, 0, 12, 256, 512, 96, 0, 0);
   check_experts(table, K3_TYPE_MXFP4, 0, 12, 4, 6, 6, 32, 64, 128, -1, 0);

@@ -158,8 +158,9 @@ static double z_error(const K3CudaLaunch *launch, const K3CudaExperts *g, const 
   return error;
 }
 
-/* `here` of `chosen` experts are among the `local` ones. */
-static void check_format(K3Table *table, K3Type type, int exact, int chosen, int here, int64_t local, int64_t band, int64_t latent, int time)
+/* Gate and down of `type`; `here` of `chosen` experts are among the `local` ones. */
+static void check_format(K3Table *table, K3Type type, K3Type up_type, int exact, int chosen, int here, int64_t local, int64_t band,
+                         int64_t latent, int time)
 {
   FormatSets *sets = (FormatSets *)calloc(1, sizeof *sets);
   K3CudaExperts *g = &sets->experts[0];
@@ -192,7 +193,7 @@ static void check_format(K3Table *table, K3Type type, int exact, int chosen, int
   g->y.n = latent;
   g->y.vector.values = (float *)k3_table_upload(y, latent * 4);
   g->gate = synth_matrix(type, local * band, latent, rules[0]);
-  g->up = synth_matrix(type, local * band, latent, rules[1]);
+  g->up = synth_matrix(up_type, local * band, latent, rules[1]);
   g->first = 100;
   g->local = local;
   g->band = band;
@@ -214,7 +215,7 @@ static void check_format(K3Table *table, K3Type type, int exact, int chosen, int
   for (int k = 0; k < 2; k++) {
     int64_t first = w.local_id[k ? w.here - 1 : 0] * band;
     ref_rows(type, rules[0], first, band, latent, yd, w.hidden + k * band);
-    ref_rows(type, rules[1], first, band, latent, yd, u);
+    ref_rows(up_type, rules[1], first, band, latent, yd, u);
     for (int64_t r = 0; r < band; r++) w.hidden[k * band + r] = ref_situ(w.hidden[k * band + r], u[r]);
   }
   K3CudaUse use;
@@ -251,26 +252,27 @@ static void check_format(K3Table *table, K3Type type, int exact, int chosen, int
     for (int s = 1; s < turns; s++) K3_CHECK_CUDA(cudaFree((void *)sets->experts[s].routing.logits));
   }
   /* controls: blocks of four rows of the last local expert */
-  int64_t blocks_y = latent / k3_format(type)->block_values, blocks_h = band / k3_format(type)->block_values;
-  int64_t gate_at = w.local_id[w.here - 1] * band * blocks_y, down_at = w.local_id[w.here - 1] * latent * blocks_h;
+  int64_t blocks_u = latent / k3_format(up_type)->block_values, blocks_h = band / k3_format(type)->block_values;
+  int64_t last = w.local_id[w.here - 1], up_at = last * band * blocks_u, down_at = last * latent * blocks_h;
   double gate_control = INFINITY, down_control = INFINITY;
   for (int kind = 0; kind < 2; kind++) {
     void (*change)(const K3CudaMatrix *, int64_t) = kind ? change_scale : swap_nibbles;
     for (int r = 0; r < 4; r++) change(&g->down, down_at + r * blocks_h);
     down_control = smaller(down_control, z_error(&launch, g, &w));
-    for (int r = 0; r < 4; r++) change(&g->down, down_at + r * blocks_h), change(&g->up, gate_at + r * blocks_y);
+    for (int r = 0; r < 4; r++) change(&g->down, down_at + r * blocks_h), change(&g->up, up_at + r * blocks_u);
     gate_control = smaller(gate_control, hidden_error(&launch, g, &w));
-    for (int r = 0; r < 4; r++) change(&g->up, gate_at + r * blocks_y);
+    for (int r = 0; r < 4; r++) change(&g->up, up_at + r * blocks_u);
   }
-  char shape[96];
-  const char *name = k3_format(type)->name, *mode = exact ? "exact" : "codes";
+  char shape[96], name[32];
+  snprintf(name, sizeof name, "%s%s%s", k3_format(type)->name, type == up_type ? "" : "/", type == up_type ? "" : k3_format(up_type)->name);
+  const char *mode = exact ? "exact" : "codes";
   /* hidden vectors are made into codes from the sums of float32, so a code may fall on the other side of a half */
   double allowed = exact ? FLOAT_ALLOWED : 1e-5;
   snprintf(shape, sizeof shape, "%s %d x 2x%lldx%lld %s", name, here, (long long)band, (long long)latent, mode);
   k3_table_row(table, shape, gate_error, FLOAT_ALLOWED, gate_control, &use, 0, 0);
   snprintf(shape, sizeof shape, "%s %d x %lldx%lld %s", name, here, (long long)latent, (long long)band, mode);
   k3_table_row(table, shape, down_error, allowed, down_control, &use, us,
-               here * (2.0 * (double)k3_cuda_matrix_read_bytes(&g->gate, band) + (double)k3_cuda_matrix_read_bytes(&g->down, latent)));
+               here * ((double)k3_cuda_matrix_read_bytes(&g->gate, band) + (double)k3_cuda_matrix_read_bytes(&g->up, band) + (double)k3_cuda_matrix_read_bytes(&g->down, latent)));
   free_matrix(&g->gate), free_matrix(&g->up), free_matrix(&g->down);
   void *device[] = {g->y.vector.values, g->ids, g->weights, g->hidden, g->z, g->meeting, (void *)g->routing.logits, (void *)g->routing.bias};
   for (size_t i = 0; i < sizeof device / sizeof *device; i++) K3_CHECK_CUDA(cudaFree(device[i]));
@@ -284,9 +286,12 @@ void check_all_formats(K3Table *table, const char *only)
     if (!k3_format_is_quantised(type) || (only && strcmp(only, k3_format(type)->name) != 0)) continue;
     for (int exact = 0; exact < 2; exact++) {
       check_product(table, type, exact, 301, 512, 0);
-      check_format(table, type, exact, 6, 3, 7, 256, 768, 0);
+      check_format(table, type, type, exact, 6, 3, 7, 256, 768, 0);
     }
   }
+  static const K3Type pairs[][2] = {{K3_TYPE_IQ4_NL, K3_TYPE_Q4_1}, {K3_TYPE_IQ4_XS, K3_TYPE_Q5_K}, {K3_TYPE_Q2_K, K3_TYPE_IQ4_NL}};
+  for (size_t i = 0; !only && i < sizeof pairs / sizeof *pairs; i++)
+    for (int exact = 0; exact < 2; exact++) check_format(table, pairs[i][0], pairs[i][1], exact, 6, 3, 7, 256, 768, 0);
   /* K3: a trunk product of one of eight ranks; the experts of one of eight ranks (8 of 16 are in its group), and of one rank alone */
   static const K3Type trunk[] = {Q8, K3_TYPE_Q4_K, K3_TYPE_Q5_K, K3_TYPE_Q6_K, K3_TYPE_IQ4_XS};
   for (size_t i = 0; i < sizeof trunk / sizeof *trunk; i++)
@@ -297,8 +302,8 @@ void check_all_formats(K3Table *table, const char *only)
   for (size_t i = 0; i < sizeof experts / sizeof *experts; i++) {
     if (only && strcmp(only, k3_format(experts[i])->name) != 0) continue;
     for (through_blocks = 0; through_blocks <= (experts[i] == K3_TYPE_MXFP4); through_blocks++) {
-      check_format(table, experts[i], 0, 16, 8, 8 * MOST_TURNS, 768, 3584, 1);
-      check_format(table, experts[i], 0, 16, 16, 96, 3072, 3584, 1);
+      check_format(table, experts[i], experts[i], 0, 16, 8, 8 * MOST_TURNS, 768, 3584, 1);
+      check_format(table, experts[i], experts[i], 0, 16, 16, 96, 3072, 3584, 1);
     }
     through_blocks = 0;
   }
