@@ -472,3 +472,16 @@ def test_continue_wants_the_same_job(tmp_path):
     refused("run", MODEL, "--prompt", "1,2,3", "--context", 9, "--steps", 4, "--continue", state, phrases=["--context 0"])
     flip(state, state, 8 * 3000)
     refused("run", MODEL, "--prompt", "1,2,3", "--steps", 4, "--continue", state, phrases=["damaged"])
+
+
+@pytest.mark.parametrize("lacks", (0, 1))
+def test_continue_wants_the_snapshot_on_all_ranks(tmp_path, lacks):
+    """Two ranks that look in two folders, as on two hosts without a shared disk."""
+    folders = [tmp_path / "0", tmp_path / "1"]
+    words = ("run", MODEL, "--prompt", "1,2", "--steps", 2, "--continue", "s.h5")
+    for folder in folders:
+        folder.mkdir()
+    k3(*words, cwd=folders[1 - lacks])
+    refused(*words, mpi=("-n", 1, "--wdir", folders[0], K3DECODE, *words, ":", "--wdir", folders[1]),
+            phrases=["s.h5", "missing where rank 0 looks" if lacks == 0 else "rank 1 of 2"])
+    assert not os.listdir(folders[lacks])

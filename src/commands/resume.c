@@ -59,15 +59,23 @@ K3Status k3_resume_open(K3Comm *comm, const K3ResumeOptions *options, const K3So
                         K3Resume *resume)
 {
   struct stat found;
-  int64_t there = options->proceed && comm->rank == 0 && stat(options->proceed, &found) == 0; /* one rank's answer */
+  K3Status status = K3_OK;
+  int here = options->proceed && stat(options->proceed, &found) == 0;
+  int64_t there = here; /* rank 0's answer is that of all */
   *resume =
       (K3Resume){.to = options->proceed ? options->proceed : options->snapshot, .first_context = context, .saved = -1};
   K3_TRY(comm->broadcast(comm, &there, 1, K3_ELEMENT_I64, 0));
+  if (here && !there)
+    status = k3_status_fail(K3_ERR_INPUT, __FILE__, __LINE__,
+                            "%s is here and missing where rank 0 looks for it, so the job would begin anew: put it where "
+                            "all ranks see it, or remove it to begin anew",
+                            options->proceed);
+  K3_TRY(k3_comm_agree(comm, status));
   resume->from = there ? options->proceed : options->resume;
   if (!resume->from) return K3_OK;
   K3_TRY(k3_state_open(comm, resume->from, &resume->snapshot));
   const K3SnapshotInfo *info = k3_snapshot_info(resume->snapshot);
-  K3Status status = check_model(resume, source);
+  status = check_model(resume, source);
   if (status == K3_OK && there && !options->resume && info->first_context != context)
     status = k3_status_fail(K3_ERR_INPUT, __FILE__, __LINE__,
                             "%s began with --context %lld: give the same, or another file to --continue", resume->from,

@@ -33,7 +33,7 @@ K3Status k3_resume_check(const K3ResumeOptions *options, const K3SessionOptions 
                          int64_t steps, const char *output);
 
 /* Finds where to begin; opens that snapshot and checks that it is of this model.
- * Errors: K3_ERR_INPUT (no snapshot, damaged, of another model: both digests). */
+ * Errors: K3_ERR_INPUT (no snapshot, also on one rank alone; damaged; of another model: both digests). */
 K3Status k3_resume_open(K3Comm *comm, const K3ResumeOptions *options, const K3Source *source, int64_t context,
                         K3Resume *resume);
 
