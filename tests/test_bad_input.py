@@ -361,9 +361,19 @@ def test_usage():
     assert "no command" in k3("nothing", status=2).err
     refused("run", status=2, phrases=("model is missing",))
     refused("run", "m.h5", status=2, phrases=("prompt is missing",))
-    for command in ("run", "synth", "import", "compare", "info"):
-        assert k3(command, "--help").out.lower().startswith("usage:")
     assert "usage:" in k3("--help").out and "k3decode" in k3("--version").out
+
+
+@pytest.mark.parametrize("command", ["run", "sweep", "tune", "synth", "import", "compare", "info", "report", "text"])
+def test_refused_options_are_named(command):
+    for asked in ("--help", "-h"):
+        assert k3(command, asked).out.lower().startswith("usage:")
+    own = {"compare": "--steps=3", "info": "--check", "text": "--tokenizer=a=b"}.get(command, "--overwrite")
+    wants = {"compare": "--steps", "info": "--ranks", "text": "--tokenizer"}.get(command, "--output")
+    for words, phrase in ((("-xz",), "unknown option -xz;"), ((own, "-xz", "m.h5"), "unknown option -xz;"), ((own, "-x"), "unknown option -x;"),
+                          ((own, "--nothing", "-xz"), "unknown option --nothing;"), ((own, wants), f"{wants} wants a value;"),
+                          ((own, "--help=3"), "--help=3 takes no value;")):
+        refused(command, *words, status=2, phrases=(phrase, f"k3decode {command} --help"))
 
 
 # ---------------------------------------------------------------- outputs

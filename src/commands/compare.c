@@ -10,6 +10,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "commands/arguments.h"
 #include "commands/commands.h"
 #include "store/run_reader.h"
 
@@ -305,24 +306,18 @@ static K3Status parse(int argc, char **argv, Thresholds *limit, int *help)
   optind = 0; /* getopt begins afresh */
   int letter, index = 0;
   while ((letter = getopt_long(argc, argv, ":h", options, &index)) != -1) {
-    char *end;
     switch (letter) {
     case 'm': K3_TRY(parse_limit("max-mean-kl", optarg, DBL_MAX, &limit->mean_kl)); break;
     case 'k': K3_TRY(parse_limit("max-kl", optarg, DBL_MAX, &limit->kl)); break;
     case 't': K3_TRY(parse_limit("min-top1", optarg, 1, &limit->top1)); break;
     case 'e': K3_TRY(parse_limit("max-logit-error", optarg, DBL_MAX, &limit->logit_error)); break;
     case 'l': K3_TRY(parse_limit("max-relative-l2", optarg, DBL_MAX, &limit->relative_l2)); break;
-    case 's':
-      limit->steps = strtoll(optarg, &end, 10);
-      if (end == optarg || *end || limit->steps < 1)
-        K3_FAIL(K3_ERR_USAGE, "compare: --steps %s: wanted a whole number from 1 up", optarg);
-      break;
+    case 's': K3_TRY(k3_parse_count(optarg, "compare: --steps", 1, INT64_MAX, &limit->steps)); break;
     case 'h':
       fputs(usage, stdout);
       *help = 1;
       return K3_OK;
-    case ':': K3_FAIL(K3_ERR_USAGE, "compare: %s wants a value (see k3decode compare --help)", argv[optind - 1]);
-    default: K3_FAIL(K3_ERR_USAGE, "compare: unknown option %s (see k3decode compare --help)", argv[optind - 1]);
+    default: return k3_refuse_option("compare", letter, argv);
     }
   }
   if (argc - optind != 2)

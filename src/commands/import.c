@@ -15,6 +15,7 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "commands/arguments.h"
 #include "commands/commands.h"
 #include "commands/progress.h"
 #include "commands/session.h"
@@ -64,7 +65,6 @@ static K3Status parse(int argc, char **argv, Arguments *arguments)
                                           {NULL, 0, NULL, 0}};
   int option;
   optind = 0; /* GNU: start afresh */
-  opterr = 0;
   while ((option = getopt_long(argc, argv, ":o:h", options, NULL)) != -1) {
     switch (option) {
     case 'o': arguments->output = optarg; break;
@@ -83,8 +83,7 @@ static K3Status parse(int argc, char **argv, Arguments *arguments)
       break;
     case OVERWRITE: arguments->overwrite = 1; break;
     case 'h': arguments->help = 1; return K3_OK;
-    case ':': K3_FAIL(K3_ERR_USAGE, "import: option %s wants a value (see k3decode import --help)", argv[optind - 1]);
-    default: K3_FAIL(K3_ERR_USAGE, "import: unknown option %s (see k3decode import --help)", argv[optind - 1]);
+    default: return k3_refuse_option("import", option, argv);
     }
   }
   if (argc - optind != 1)

@@ -5,10 +5,10 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "commands/arguments.h"
 #include "commands/commands.h"
 #include "commands/info_run.h"
 #include "commands/info_snapshot.h"
-#include "commands/numbers.h"
 #include "commands/sweep_table.h"
 #include "commands/tune_table.h"
 #include "plan/attention.h"
@@ -252,9 +252,8 @@ static K3Status parse(int argc, char **argv, Options *options, int *help)
   *help = 0;
   optind = 0; /* getopt begins afresh */
   int letter;
+  int64_t ranks;
   while ((letter = getopt_long(argc, argv, ":h", long_options, NULL)) != -1) {
-    char *end;
-    long ranks;
     switch (letter) {
     case 'c': options->check = 1; break;
     case 'f': options->follow = 1; break;
@@ -263,9 +262,7 @@ static K3Status parse(int argc, char **argv, Options *options, int *help)
     case 'T': options->tokenizer = optarg; break;
     case 'p': options->plan = 1; break;
     case 'r':
-      ranks = strtol(optarg, &end, 10);
-      if (end == optarg || *end || ranks < 1 || ranks > K3_MAX_WORLD)
-        K3_FAIL(K3_ERR_USAGE, "info: --ranks %s: wanted a whole number from 1 to %d", optarg, K3_MAX_WORLD);
+      K3_TRY(k3_parse_count(optarg, "info: --ranks", 1, K3_MAX_WORLD, &ranks));
       options->ranks = (int)ranks;
       break;
     case 'n': K3_TRY(k3_parse_count(optarg, "info: --context", 1, INT32_MAX, &options->context)); break;
@@ -275,8 +272,7 @@ static K3Status parse(int argc, char **argv, Options *options, int *help)
       fputs(usage, stdout);
       *help = 1;
       return K3_OK;
-    case ':': K3_FAIL(K3_ERR_USAGE, "info: %s wants a value (see k3decode info --help)", argv[optind - 1]);
-    default: K3_FAIL(K3_ERR_USAGE, "info: unknown option %s (see k3decode info --help)", argv[optind - 1]);
+    default: return k3_refuse_option("info", letter, argv);
     }
   }
   if (argc - optind != 1)

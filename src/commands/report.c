@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "commands/arguments.h"
 #include "commands/commands.h"
 #include "commands/helper.h"
 
@@ -64,8 +65,7 @@ static K3Status parse(int argc, char **argv, Options *options, int *help)
     case 'b': options->bandwidth = optarg; break;
     case 'w': options->overwrite = 1; break;
     case 'h': *help = 1; return K3_OK;
-    case ':': K3_FAIL(K3_ERR_USAGE, "report: %s wants a value (see k3decode report --help)", argv[optind - 1]);
-    default: K3_FAIL(K3_ERR_USAGE, "report: unknown option %s (see k3decode report --help)", argv[optind - 1]);
+    default: return k3_refuse_option("report", letter, argv);
     }
   }
   options->files = argc - optind;

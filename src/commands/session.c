@@ -9,7 +9,7 @@
 #include <time.h>
 
 #include "base/clock.h"
-#include "commands/numbers.h"
+#include "commands/arguments.h"
 #include "commands/progress.h"
 #include "store/digest.h"
 
@@ -86,7 +86,7 @@ K3Status k3_session_parse(int letter, const char *value, K3SessionOptions *optio
   case 'g': return parse_choice("--graph", value, "off", "on", &options->graph);
   case 't': return parse_cache_type(value, &options->cache_type);
   case 'u': options->tuning = value; return K3_OK;
-  default: K3_FAIL(K3_ERR_USAGE, "unknown option or missing value: see --help");
+  default: K3_FAIL(K3_ERR_USAGE, "unknown option: see --help");
   }
 }
 

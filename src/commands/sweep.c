@@ -4,8 +4,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "commands/arguments.h"
 #include "commands/commands.h"
-#include "commands/numbers.h"
 #include "commands/progress.h"
 #include "commands/session.h"
 #include "commands/sweep_table.h"
@@ -140,14 +140,12 @@ static K3Status parse_options(int argc, char **argv, Run *run, int *help)
                             .session = K3_SESSION_DEFAULTS};
   int letter;
   optind = 0;
-  opterr = 0;
-  while ((letter = getopt_long(argc, argv, "", names, NULL)) != -1) {
+  while ((letter = getopt_long(argc, argv, ":h", names, NULL)) != -1) {
     if (letter == 'h') {
       *help = 1;
       return K3_OK;
     }
-    if (letter == '?')
-      K3_FAIL(K3_ERR_USAGE, "%s: unknown option or missing value; see k3decode sweep --help", argv[optind - 1]);
+    if (letter == '?' || letter == ':') return k3_refuse_option("sweep", letter, argv);
     K3_TRY(parse_option(letter, optarg, options));
   }
   if (optind != argc - 1)

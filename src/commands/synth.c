@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "commands/arguments.h"
 #include "commands/commands.h"
 #include "commands/progress.h"
 #include "commands/stop_signals.h"
@@ -51,15 +52,13 @@ static K3Status parse(int argc, char **argv, Options *options)
   };
   const char *seed = NULL;
   optind = 0;
-  opterr = 0;
   for (int option; (option = getopt_long(argc, argv, ":o:h", names, NULL)) != -1;) {
     switch (option) {
     case 'o': options->output = optarg; break;
     case 's': seed = optarg; break;
     case 'w': options->overwrite = 1; break;
     case 'h': options->help = 1; return K3_OK;
-    case ':': K3_FAIL(K3_ERR_USAGE, "synth: option %s wants a value; see k3decode synth --help", argv[optind - 1]);
-    default: K3_FAIL(K3_ERR_USAGE, "synth: there is no option %s; see k3decode synth --help", argv[optind - 1]);
+    default: return k3_refuse_option("synth", option, argv);
     }
   }
   if (optind + 1 != argc)

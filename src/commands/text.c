@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "commands/arguments.h"
 #include "commands/commands.h"
 #include "commands/helper.h"
 
@@ -81,8 +82,7 @@ K3Status k3_command_text(int argc, char **argv, K3Comm *comm)
     switch (letter) {
     case 't': tokenizer = optarg; break;
     case 'h': fputs(usage, stdout); return K3_OK;
-    case ':': K3_FAIL(K3_ERR_USAGE, "text: %s wants a value (see k3decode text --help)", argv[optind - 1]);
-    default: K3_FAIL(K3_ERR_USAGE, "text: unknown option %s (see k3decode text --help)", argv[optind - 1]);
+    default: return k3_refuse_option("text", letter, argv);
     }
   }
   const char *direction = optind < argc ? argv[optind] : "";

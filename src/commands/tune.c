@@ -4,8 +4,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "commands/arguments.h"
 #include "commands/commands.h"
-#include "commands/numbers.h"
 #include "commands/session.h"
 #include "commands/tune_table.h"
 #include "commands/version.h"
@@ -58,14 +58,14 @@ static K3Status parse(int argc, char **argv, Tune *tune, int *help)
   int letter;
   tune->session = (K3SessionOptions)K3_SESSION_DEFAULTS;
   optind = 0;
-  opterr = 0;
-  while ((letter = getopt_long(argc, argv, "", names, NULL)) != -1) switch (letter) {
+  while ((letter = getopt_long(argc, argv, ":h", names, NULL)) != -1) switch (letter) {
     case 'h': *help = 1; return K3_OK;
     case 'N': K3_TRY(k3_parse_count(optarg, "--ranks", 1, K3_MAX_WORLD, &tune->ranks)); break;
     case 'c': tune->contexts = optarg; break;
     case 'o': tune->output = optarg; break;
     case 'w': tune->overwrite = 1; break;
-    case '?': K3_FAIL(K3_ERR_USAGE, "%s: unknown option or missing value; see k3decode tune --help", argv[optind - 1]);
+    case '?':
+    case ':': return k3_refuse_option("tune", letter, argv);
     default: K3_TRY(k3_session_parse(letter, optarg, &tune->session));
     }
   if (optind != argc - 1)

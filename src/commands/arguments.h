@@ -1,11 +1,14 @@
-/* Numbers on the command line. Layer: commands. */
-#ifndef K3_COMMANDS_NUMBERS_H
-#define K3_COMMANDS_NUMBERS_H
+/* Options, numbers and lists on the command line. Layer: commands. */
+#ifndef K3_COMMANDS_ARGUMENTS_H
+#define K3_COMMANDS_ARGUMENTS_H
 
 #include <stddef.h>
 #include <stdint.h>
 
 #include "base/status.h"
+
+/* After getopt_long, with short options that begin with ':', gave `letter` '?' or ':': K3_ERR_USAGE naming the word. */
+K3Status k3_refuse_option(const char *command, int letter, char **argv);
 
 /* A whole decimal number in [low, high]. Errors: K3_ERR_USAGE naming the option, what it got and the range; an option
  * that ends in a colon ("--logits top:") is followed by the number without a space. */

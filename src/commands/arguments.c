@@ -1,10 +1,22 @@
-/* See numbers.h. Layer: commands. */
-#include "commands/numbers.h"
+/* See arguments.h. Layer: commands. */
+#include "commands/arguments.h"
 
 #include <ctype.h>
 #include <errno.h>
+#include <getopt.h>
 #include <stdlib.h>
 #include <string.h>
+
+K3Status k3_refuse_option(const char *command, int letter, char **argv)
+{
+  const char *word = argv[optind - 1], *next = argv[optind];
+  if (letter == ':') K3_FAIL(K3_ERR_USAGE, "%s: %s wants a value; see k3decode %s --help", command, word, command);
+  /* getopt goes past a cluster like -xz with its last letter */
+  if (optopt && next && next[0] == '-' && next[1] != '-' && strchr(next + 1, optopt)) word = next;
+  else if (optopt && strncmp(word, "--", 2) == 0)
+    K3_FAIL(K3_ERR_USAGE, "%s: %s takes no value; see k3decode %s --help", command, word, command);
+  K3_FAIL(K3_ERR_USAGE, "%s: unknown option %s; see k3decode %s --help", command, word, command);
+}
 
 K3Status k3_parse_count(const char *text, const char *option, int64_t low, int64_t high, int64_t *value)
 {
