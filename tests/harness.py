@@ -31,6 +31,12 @@ SEED = int(os.environ.get("K3_TEST_SEED", np.random.SeedSequence().entropy % 2**
 SLOW = os.environ.get("K3_SLOW_TESTS") == "1"
 MARK = "K3_TEST_MARK"
 
+# A signal that is ignored here (under nohup, in the background of a script) would be ignored by every program that a test
+# starts, also where the test sends it. One that is caught is the default again behind exec.
+for number in (signal.SIGINT, signal.SIGHUP):
+    if signal.getsignal(number) == signal.SIG_IGN:
+        signal.signal(number, lambda *_: None)
+
 # As tests/environment.sh, for a run by hand.
 SETTINGS = {"OMP_NUM_THREADS": "1", "OMPI_MCA_rmaps_base_oversubscribe": "1",
             "OMPI_MCA_hwloc_base_binding_policy": "none", "OMPI_MCA_mpi_yield_when_idle": "1",

@@ -2,7 +2,7 @@
 with exit status 3, a sentence, and no output. Trials F11, F16, F19, F20 and F32 of known-faults are among them.
 
 The checkpoints are written here with numpy alone: nothing is shared with the program, and no public code is used.
-K3DECODE names the binary; K3_SLOW_TESTS=1 adds a tensor of 5 GiB (needs 11 GB in the temporary directory).
+Environment: see tests/harness.py; K3_SLOW_TESTS=1 adds a tensor of 5 GiB (needs 11 GB in the temporary directory).
 """
 import json
 import os
@@ -10,17 +10,18 @@ import pathlib
 import shutil
 import signal
 import subprocess
+import sys
 import time
 
 import h5py
 import numpy as np
 import pytest
 
-K3DECODE = os.environ.get("K3DECODE", "k3decode")
-FIXTURES = pathlib.Path(__file__).parent / "fixtures" / "public_k3"
-SEED = int(os.environ.get("K3_TEST_SEED", time.time_ns() % 2**32))
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+from harness import K3DECODE, SEED, SLOW, TESTS    # noqa: E402
+
+FIXTURES = TESTS / "fixtures" / "public_k3"
 print("seed", SEED)
-SLOW = os.environ.get("K3_SLOW_TESTS") == "1"
 
 
 def run(*words, **more):
