@@ -21,6 +21,7 @@ import reference        # noqa: E402
 from harness import MPIRUN, SEED, Job, decode, k3, needs_mpirun, read_run, refused   # noqa: E402
 
 pytestmark = needs_mpirun
+PUBLIC = harness.TESTS / "fixtures" / "public_k3" / "plain"
 V = 320                 # of model_file.TINY
 
 
@@ -401,6 +402,26 @@ def test_overwrite_spares_other_files(base, tmp_path):
         path.write_bytes(content)
         refused("run", base, "--prompt", "4", "--output", path, "--overwrite", phrases=(path, "not a run file"))
         assert path.read_bytes() == content
+
+
+@pytest.mark.parametrize("command", ["run", "snapshot", "sweep", "synth", "import"])
+def test_partial_of_another_program_is_spared(base, tmp_path, command):
+    """PATH.partial is where outputs are written first; what a killed k3decode left there gives way, nothing else does."""
+    path, partial = tmp_path / "x.h5", tmp_path / "x.h5.partial"
+    words = {"run": ("run", base, "--prompt", "1", "--steps", 2, "--output", path), "snapshot": ("run", base, "--prompt", "1", "--steps", 2, "--snapshot", path),
+             "sweep": ("sweep", base, "--contexts", "4", "--steps", 1, "--repeats", 2, "--output", path), "synth": ("synth", "tiny", "--output", path),
+             "import": ("import", PUBLIC, "--output", path)}[command]
+    with h5py.File(tmp_path / "other", "w") as file:
+        file["numbers"] = [1, 2]
+    for content in (b"mine", (tmp_path / "other").read_bytes()):
+        partial.write_bytes(content)
+        refused(*words, phrases=(f"{partial} is in the way", "move it"))
+        assert partial.read_bytes() == content and not path.exists()
+    for content in (b"", bytes(2000), (tmp_path / "other").read_bytes()[:500], open(base, "rb").read()):
+        partial.write_bytes(content)
+        k3(*words)
+        assert not partial.exists()
+        path.unlink()
 
 
 def test_output_nowhere(base, tmp_path):

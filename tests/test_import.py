@@ -7,6 +7,7 @@ Environment: see tests/harness.py; K3_SLOW_TESTS=1 adds a tensor of 5 GiB (needs
 import json
 import os
 import pathlib
+import resource
 import shutil
 import signal
 import subprocess
@@ -970,10 +971,30 @@ def test_restart(tmp_path, rng, how):
     kept = 0 if how in ("no journal", "another checkpoint") else len(finished) - spoilt
     assert not kept or f" {kept} tensors were whole already" in done.stdout, done.stdout
     assert ("whole already" in done.stdout) == (kept > 0), done.stdout
+    assert (f"{output}.partial of another run was replaced" in done.stdout) == (kept == 0), done.stdout
     assert digest(done) == whole
     assert not list(tmp_path.glob("m.h5.*"))
     checked = subprocess.run([K3DECODE, "info", output, "--check"], capture_output=True, text=True, timeout=300)
     assert checked.returncode == 0 and f"content digest {whole}, as written" in checked.stdout, checked
+
+
+def test_leftovers(tmp_path, rng):
+    """A stopped import's two files are gone when another import cannot begin for want of room; a foreign journal stays."""
+    folder, output, journal = tmp_path / "c", tmp_path / "m.h5", tmp_path / "m.h5.partial.journal"
+    sparse(folder, 1_000_000, rng)
+    process = subprocess.Popen([K3DECODE, "import", folder, "--output", output], stderr=subprocess.PIPE, text=True)
+    wait_for(journal, 100, process)
+    process.terminate()
+    process.communicate(timeout=60)
+    assert journal.exists()
+    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+    small = run(folder, "--output", output, "--trunk", "q8_0", preexec_fn=limit)
+    assert small.returncode == 3 and "ulimit -f" in small.stderr, small
+    assert not list(tmp_path.glob("m.h5*"))
+    journal.write_text("mine")
+    done = run(folder, "--output", output)
+    assert done.returncode == 3 and f"{journal} is in the way" in done.stderr, done
+    assert journal.read_text() == "mine" and list(tmp_path.glob("m.h5*")) == [journal]
 
 
 def test_check_finds_a_changed_byte(checkpoint):

@@ -440,7 +440,7 @@ def test_two_writers(tmp_path):
     """A leftover of a killed run is replaced; one that a living process holds is not."""
     import fcntl
     partial = tmp_path / "s.h5.partial"
-    partial.write_bytes(b"left")
+    partial.write_bytes(bytes(100))
     with open(partial, "r+b") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         snapshot_refused(tmp_path / "s.h5", phrases=["another process is writing"])

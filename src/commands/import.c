@@ -112,6 +112,7 @@ static void report(const Arguments *arguments, const K3ImportResult *result)
     if (result->by_type[type]) printf(", %lld %s", (long long)result->by_type[type], k3_format((K3Type)type)->name);
   if (result->vision) printf("; %lld vision tensors skipped", (long long)result->vision);
   if (result->resumed) printf("; %lld tensors were whole already", (long long)result->resumed);
+  if (result->replaced) printf("; %s.partial of another run was replaced", arguments->output);
   printf("\n%.1f s, %.3f GB/s; content digest %016" PRIx64 "\n", result->seconds,
          result->seconds > 0 ? (double)result->bytes_read * 1e-9 / result->seconds : 0.0, result->digest);
 }

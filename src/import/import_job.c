@@ -164,6 +164,7 @@ K3Status k3_import_run(K3ImportJob *job)
   K3_TRY_DONE(write_all(job, workers, threads));
   K3_TRY_DONE(check_stop(job));
   K3_TRY_DONE(k3_model_writer_finish(job->writer, job->table));
+  job->result->replaced = k3_model_writer_replaced(job->writer);
   job->result->digest = k3_model_writer_digest(job->writer);
   job->result->bytes_read = job->bytes_done;
   job->result->seconds = 1e-3 * (k3_clock_ms() - start_ms);

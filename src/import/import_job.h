@@ -26,6 +26,7 @@ typedef struct {
   int64_t published; /* of the checkpoint, without skipped ones */
   int64_t vision;    /* skipped */
   int64_t resumed;   /* tensors of the model file that an earlier run had finished */
+  int replaced;      /* an unfinished file of another import gave way */
   int64_t bytes_read, bytes_written;
   int64_t by_type[K3_TYPE_COUNT]; /* tensors of the model file */
   double seconds;                 /* of the second pass */

@@ -19,7 +19,8 @@ static K3Status write_image(const char *path, const void *image, size_t bytes)
 {
   char partial[PATH_MAX];
   snprintf(partial, sizeof partial, "%s.partial", path);
-  int descriptor = open(partial, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666), error = 0;
+  K3_TRY(k3_partial_remove_leftover(partial));
+  int descriptor = open(partial, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666), error = 0;
   if (descriptor < 0) K3_FAIL(K3_ERR_INPUT, "output %s cannot be written: %s", partial, K3_ERRNO_REASON(errno));
   for (size_t at = 0; at < bytes && !error;) {
     ssize_t count = write(descriptor, (const char *)image + at, bytes - at);

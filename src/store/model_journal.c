@@ -125,7 +125,17 @@ K3Status k3_model_journal_add(K3ModelJournal *journal, const char *path, uint32_
 K3Status k3_model_journal_remove(const char *partial)
 {
   K3ModelJournal *journal = NULL;
+  char head[sizeof HEAD] = "";
   K3_TRY(new_journal(partial, &journal));
+  journal->file = fopen(journal->name, "re");
+  size_t bytes = journal->file ? fread(head, 1, sizeof head - 1, journal->file) : 0;
+  if (memcmp(head, HEAD, bytes) != 0) { /* shorter than HEAD: of a run that was killed as it began */
+    K3Status status = k3_status_fail(K3_ERR_INPUT, __FILE__, __LINE__,
+                                     "%s is in the way, and k3decode did not make it; move it or choose another output",
+                                     journal->name);
+    k3_model_journal_close(journal);
+    return status;
+  }
   int failed = unlink(journal->name) != 0 && errno != ENOENT, error = errno;
   k3_model_journal_close(journal);
   if (failed)

@@ -23,7 +23,7 @@ int k3_model_journal_find(const K3ModelJournal *journal, const char *path, uint3
 /* Adds a finished tensor. Errors: K3_ERR_INPUT (cannot be written). */
 K3Status k3_model_journal_add(K3ModelJournal *journal, const char *path, uint32_t crc);
 
-/* Removes the journal of `partial`; one that is not there is fine. */
+/* Removes the journal of `partial`; one that is not there is fine. Errors: K3_ERR_INPUT (that file is no journal). */
 K3Status k3_model_journal_remove(const char *partial);
 
 /* Closes and frees. Safe on NULL. */

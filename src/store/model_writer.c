@@ -54,6 +54,7 @@ struct K3ModelWriter {
   int64_t count, room;
   K3ModelJournal *journal; /* NULL: not restartable */
   int keep;                /* an unfinished file is kept for the next run */
+  int replaced;            /* an unfinished file of other work gave way */
   uint64_t digest;
   pthread_mutex_t lock; /* of the ranges and the journal */
 };
@@ -145,12 +146,23 @@ static K3Status new_writer(const char *path, const K3Config *config, int overwri
   return K3_OK;
 }
 
-/* The file itself, with root attributes, /config and /layers; a leftover is replaced. */
+static int was_left(const K3ModelWriter *writer)
+{
+  struct stat found;
+  return stat(writer->partial, &found) == 0 && found.st_size > 0;
+}
+
+static K3Status remove_leftover(K3ModelWriter *writer)
+{
+  writer->replaced = was_left(writer);
+  K3_TRY(k3_partial_remove_leftover(writer->partial));
+  return k3_model_journal_remove(writer->partial);
+}
+
+/* The file itself, with root attributes, /config and /layers. */
 static K3Status create_file(K3ModelWriter *writer, const char *provenance)
 {
   int64_t version = 1;
-  K3_TRY(k3_partial_remove_leftover(writer->partial));
-  K3_TRY(k3_model_journal_remove(writer->partial));
   K3_TRY(k3_partial_create(writer->partial, H5P_DEFAULT, &writer->file));
   writer->exists = 1;
   K3_TRY(write_text(writer, writer->file, "format", "k3decode-model"));
@@ -172,7 +184,8 @@ K3Status k3_model_writer_create(const char *path, const K3Config *config, const 
   K3ModelWriter *writer = NULL;
   *result = NULL;
   K3_TRY(new_writer(path, config, overwrite, &writer));
-  K3Status status = create_file(writer, provenance);
+  K3Status status = remove_leftover(writer);
+  if (status == K3_OK) status = create_file(writer, provenance);
   if (status != K3_OK) k3_model_writer_close(writer);
   else *result = writer;
   return status;
@@ -368,8 +381,8 @@ static K3Status find_again(K3ModelWriter *writer, const K3TensorSpec *spec, K3Ty
 static K3Status open_leftover(K3ModelWriter *writer, const K3TensorTable *table, const K3Type *types, uint64_t identity)
 {
   K3Status status = K3_OK;
-  hid_t access = -1;
-  access = H5Pcreate(H5P_FILE_ACCESS);
+  if (!was_left(writer)) K3_FAIL(K3_ERR_INPUT, "%s: nothing was left", writer->partial); /* in an empty file HDF5 would begin one */
+  hid_t access = H5Pcreate(H5P_FILE_ACCESS);
   if (access < 0 || H5Pset_file_locking(access, 1, 1) < 0) K3_FAIL_DONE(K3_ERR_INPUT, "no access list");
   writer->file = H5Fopen(writer->partial, H5F_ACC_RDWR, access);
   if (writer->file < 0) K3_FAIL_DONE(K3_ERR_INPUT, "%s: cannot be opened", writer->partial);
@@ -403,8 +416,8 @@ K3Status k3_model_writer_create_all(const char *path, const K3Config *config, co
     *result = writer;
     return K3_OK;
   }
-  k3_status_clear();                                        /* nothing to go on with is no failure */
-  K3_TRY_DONE(k3_partial_remove_leftover(writer->partial)); /* before its room is counted */
+  k3_status_clear();                    /* nothing to go on with is no failure */
+  K3_TRY_DONE(remove_leftover(writer)); /* before its room is counted */
   K3_TRY_DONE(k3_disk_space_check(path, k3_model_writer_room(table, types), "choose another output"));
   K3_TRY_DONE(create_file(writer, provenance));
   for (int64_t i = 0; i < table->count; i++) K3_TRY_DONE(k3_model_writer_tensor(writer, &table->specs[i], types[i]));
@@ -489,6 +502,8 @@ K3Status k3_model_writer_finish(K3ModelWriter *writer, const K3TensorTable *tabl
   writer->exists = 0;
   return writer->journal ? k3_model_journal_remove(writer->partial) : K3_OK;
 }
+
+int k3_model_writer_replaced(const K3ModelWriter *writer) { return writer->replaced; }
 
 uint64_t k3_model_writer_digest(const K3ModelWriter *writer) { return writer->digest; }
 

@@ -54,6 +54,9 @@ K3Status k3_model_writer_codebook(K3ModelWriter *writer, const char *name, const
 /* Checks that every tensor of `table` was written whole, stores the checksums, flushes, fsyncs, renames. */
 K3Status k3_model_writer_finish(K3ModelWriter *writer, const K3TensorTable *table);
 
+/* 1: a PATH.partial that another run left was replaced, since there was nothing to go on with. */
+int k3_model_writer_replaced(const K3ModelWriter *writer);
+
 /* The content digest of a finished file. */
 uint64_t k3_model_writer_digest(const K3ModelWriter *writer);
 

@@ -16,6 +16,7 @@
 
 #include "store/hdf5_attribute.h"
 #include "store/hdf5_error.h"
+#include "store/run_reader.h"
 
 /* ---------------------------------------------------------------- the path */
 
@@ -32,10 +33,30 @@ static int has_format(const char *path, const char *wanted)
   return strcmp(format, wanted) == 0;
 }
 
+/* Could a killed k3decode have left this PATH.partial? Killed early, it leaves a beginning that is not written yet. */
+static int is_leftover(const char *partial)
+{
+  static const char zero[8];
+  char head[sizeof zero] = "";
+  K3FileKind kind = k3_run_reader_recognise(partial);
+  if (kind != K3_FILE_NOT_HDF5) return kind != K3_FILE_FOREIGN;
+  int descriptor = open(partial, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+  int unwritten = descriptor >= 0 && pread(descriptor, head, sizeof head, 0) >= 0 && memcmp(head, zero, sizeof head) == 0;
+  if (descriptor >= 0) close(descriptor);
+  return unwritten;
+}
+
+static K3Status check_leftover(const char *partial)
+{
+  if (access(partial, F_OK) == 0 && !is_leftover(partial))
+    K3_FAIL(K3_ERR_INPUT, "%s is in the way, and k3decode did not make it; move it or choose another output", partial);
+  return K3_OK;
+}
+
 K3Status k3_partial_check(const char *path, int overwrite, const char *format, const char *kind)
 {
   struct stat info;
-  char folder[PATH_MAX];
+  char folder[PATH_MAX], partial[PATH_MAX];
   if (path[0] == '\0') K3_FAIL(K3_ERR_INPUT, "output: the path is empty");
   if (strlen(path) + sizeof ".partial" > sizeof folder)
     K3_FAIL(K3_ERR_INPUT, "output: a path of %zu bytes is too long", strlen(path));
@@ -55,16 +76,18 @@ K3Status k3_partial_check(const char *path, int overwrite, const char *format, c
   if (stat(folder, &info) != 0 || !S_ISDIR(info.st_mode))
     K3_FAIL(K3_ERR_INPUT, "output %s: no such directory; make it first", path);
   if (access(folder, W_OK | X_OK) != 0) K3_FAIL(K3_ERR_INPUT, "output %s cannot be written: %s", path, strerror(errno));
-  return K3_OK;
+  snprintf(partial, sizeof partial, "%s.partial", path);
+  return check_leftover(partial);
 }
 
 /* ---------------------------------------------------------------- making it */
 
 K3Status k3_partial_remove_leftover(const char *partial)
 {
+  K3_TRY(check_leftover(partial));
   int descriptor = open(partial, O_RDWR | O_CLOEXEC);
   if (descriptor < 0) {
-    if (errno == ENOENT) return K3_OK;
+    if (errno == ENOENT || errno == ENOTDIR) return K3_OK; /* making the file will say what is wrong */
     K3_FAIL(K3_ERR_INPUT, "%s: left by another run and cannot be opened: %s", partial, K3_ERRNO_REASON(errno));
   }
   int locked = flock(descriptor, LOCK_EX | LOCK_NB), error = errno;
@@ -140,9 +163,8 @@ static K3Status sync_path(const char *path, int flags)
   return K3_OK;
 }
 
-K3Status k3_partial_publish(const char *partial, const char *path, int overwrite)
+K3Status k3_partial_rename(const char *partial, const char *path, int overwrite)
 {
-  K3_TRY(sync_path(partial, 0));
   int failed;
   if (overwrite) {
     failed = rename(partial, path);
@@ -154,7 +176,16 @@ K3Status k3_partial_publish(const char *partial, const char *path, int overwrite
       else failed = rename(partial, path);
     }
   }
+  if (failed && errno == EEXIST)
+    K3_FAIL(K3_ERR_INPUT, "output %s exists now: another job has made it; give another path", path);
   if (failed) K3_FAIL(K3_ERR_INPUT, "%s: cannot be renamed to %s: %s", partial, path, K3_ERRNO_REASON(errno));
+  return K3_OK;
+}
+
+K3Status k3_partial_publish(const char *partial, const char *path, int overwrite)
+{
+  K3_TRY(sync_path(partial, 0));
+  K3_TRY(k3_partial_rename(partial, path, overwrite));
   char directory[PATH_MAX];
   snprintf(directory, sizeof directory, "%s", path);
   char *slash = strrchr(directory, '/');

@@ -1,5 +1,6 @@
 /* Files that appear under their name when they are whole: written as PATH.partial, flushed to disk, renamed. Layer: store.
- * A leftover of a killed process bears no lock and is replaced; one that another process writes is refused.
+ * A leftover of a killed process bears no lock and is replaced; one that another process writes is refused, and so is a
+ * PATH.partial that is none of k3decode's files.
  * Errors: K3_ERR_INPUT. */
 #ifndef K3_STORE_PARTIAL_FILE_H
 #define K3_STORE_PARTIAL_FILE_H
@@ -13,6 +14,7 @@
  * attribute `format` is `format`; `kind` names such files ("sweep file"). */
 K3Status k3_partial_check(const char *path, int overwrite, const char *format, const char *kind);
 
+/* Makes room for a new PATH.partial. */
 K3Status k3_partial_remove_leftover(const char *partial);
 
 /* A new HDF5 file, locked while it is open. creation: its property list, or H5P_DEFAULT. */
@@ -24,8 +26,10 @@ int k3_partial_descriptor(hid_t file);
 /* Sees to it that the file can grow to `bytes`: a full disk must not reach HDF5, which cannot close the file then. */
 K3Status k3_partial_reserve(const char *partial, int descriptor, int64_t bytes);
 
-/* Flushes the closed file and its folder to disk, and renames it; without `overwrite` a file that appeared meanwhile is
- * kept, and that is an error. */
+/* Without `overwrite` a file that appeared under `path` meanwhile is kept, and that is an error. */
+K3Status k3_partial_rename(const char *partial, const char *path, int overwrite);
+
+/* The same for a closed file, which is flushed to disk before, and its folder after. */
 K3Status k3_partial_publish(const char *partial, const char *path, int overwrite);
 
 /* Before closing a file that is thrown away: the library cannot close one whose last flush fails, and complains again

@@ -28,6 +28,7 @@
 
 #include "store/hdf5_error.h"
 #include "store/hdf5_output.h"
+#include "store/partial_file.h"
 #include "store/run_reader.h"
 
 enum { CHUNK_BYTES = 8192, CHUNK_ROWS = 256, CHUNK_ELEMENTS = 262144 };
@@ -103,16 +104,10 @@ static K3Status hold_old(const char *path, int overwrite, int *old)
   return take_lock(path, *old, &lockless);
 }
 
-/* Makes PATH.partial and locks it exclusively. One that a killed process left bears no lock, and is replaced. */
+/* Makes PATH.partial and locks it exclusively. */
 static K3Status claim(const char *path, const char *partial, int *descriptor, int *lockless)
 {
-  int left = open(partial, O_RDWR | O_CLOEXEC);
-  if (left >= 0) {
-    K3Status status = take_lock(path, left, lockless);
-    if (status == K3_OK) unlink(partial);
-    close(left);
-    K3_TRY(status);
-  }
+  K3_TRY(k3_partial_remove_leftover(partial));
   int fd = open(partial, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
   if (fd < 0) {
     int reason = errno;
@@ -126,26 +121,6 @@ static K3Status claim(const char *path, const char *partial, int *descriptor, in
   }
   *descriptor = fd;
   return take_lock(path, fd, lockless);
-}
-
-/* The file is whole: from here on it bears its name. */
-static K3Status put_in_place(const K3RunFile *run, int overwrite)
-{
-  int failed;
-  if (overwrite) {
-    failed = rename(run->partial, run->path);
-  } else { /* a file that appeared meanwhile is kept */
-    failed = renameat2(AT_FDCWD, run->partial, AT_FDCWD, run->path, RENAME_NOREPLACE);
-    if (failed && (errno == EINVAL || errno == ENOSYS)) {
-      failed = access(run->path, F_OK) == 0;
-      if (failed) errno = EEXIST;
-      else failed = rename(run->partial, run->path);
-    }
-  }
-  if (failed && errno == EEXIST)
-    K3_FAIL(K3_ERR_INPUT, "output %s exists now: another job has made it; give another path", run->path);
-  if (failed) K3_FAIL(K3_ERR_INPUT, "output %s cannot be put in place: %s", run->path, strerror(errno));
-  return K3_OK;
 }
 
 /* ---------------------------------------------------------------- what does not grow */
@@ -461,7 +436,7 @@ static K3Status create_locked(const char *path, const K3RunInfo *info, K3RunFile
   status = hold_old(path, info->overwrite, &old);
   if (status == K3_OK) status = claim(path, run->partial, &run->lock, &lockless);
   if (status == K3_OK) status = create_hdf5(run, info, lockless);
-  if (status == K3_OK) status = put_in_place(run, info->overwrite);
+  if (status == K3_OK) status = k3_partial_rename(run->partial, run->path, info->overwrite);
   if (status != K3_OK) {
     close_ids(run); /* its failure is a consequence: the first message stands */
     if (run->lock >= 0) unlink(run->partial);
