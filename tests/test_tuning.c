@@ -224,6 +224,10 @@ static void test_tuning_of_another_is_refused_with_what_differs(void **state)
   refuses(&tuning, &here, "a cache in f16, and this run keeps it in bf16");
   here = tuning_of(NULL, 0), strcpy(here.kernels, "sources 2, CUDA 13.0");
   refuses(&tuning, &here, "other kernels (sources 1, CUDA 13.0) than this program's (sources 2");
+  here = tuning_of(NULL, 0), t.heads_per_pass = 12;
+  refuses(&tuning, &here, "12 heads a pass (trial 0), for which this program has no kernel");
+  t.kernel = K3_ATTENTION_KERNEL_CORE;
+  assert_int_equal(k3_attention_tuning_check(&tuning, &here, "tune.h5"), K3_OK);
   assert_int_equal(k3_attention_tuning_check_heads(&tuning, 96, "tune.h5"), K3_OK);
   assert_int_equal(k3_attention_tuning_check_heads(&tuning, 12, "tune.h5"), K3_ERR_INPUT);
   assert_non_null(strstr(k3_status_message(), "for 96 heads a rank, and this run's attend for 12"));

@@ -140,6 +140,19 @@ static K3Status check_number(const char *origin, const char *what, int64_t tuned
   return K3_OK;
 }
 
+static K3Status check_width(const K3AttentionTuning *tuning, int64_t trial, const char *origin)
+{
+  const K3AttentionTrial *t = &tuning->trial[trial];
+  K3AttentionShape built;
+  k3_attention_kernel_shape((K3AttentionKernel)t->kernel, t->heads, tuning->latent, &built);
+  for (int i = 0; i < K3_ATTENTION_MAX_WIDTHS && built.widths[i] > 0; i++)
+    if (built.widths[i] == t->heads_per_pass) return K3_OK;
+  K3_FAIL(K3_ERR_INPUT,
+          "%s was tuned with %lld heads a pass (trial %lld), for which this program has no kernel; tune again with "
+          "this program",
+          origin, (long long)t->heads_per_pass, (long long)trial);
+}
+
 K3Status k3_attention_tuning_check(const K3AttentionTuning *tuning, const K3AttentionTuning *here, const char *origin)
 {
   if (strcmp(tuning->device, here->device) != 0 || tuning->multiprocessors != here->multiprocessors)
@@ -156,6 +169,7 @@ K3Status k3_attention_tuning_check(const K3AttentionTuning *tuning, const K3Atte
   if (strcmp(tuning->kernels, here->kernels) != 0)
     K3_FAIL(K3_ERR_INPUT, "%s was tuned with other kernels (%s) than this program's (%s); tune again with this program",
             origin, tuning->kernels, here->kernels);
+  for (int64_t i = 0; i < tuning->count; i++) K3_TRY(check_width(tuning, i, origin));
   return K3_OK;
 }
 

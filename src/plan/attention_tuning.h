@@ -59,7 +59,8 @@ void k3_attention_tuning_conclude(K3AttentionTuning *tuning);
 const K3AttentionTrial *k3_attention_tuning_find(const K3AttentionTuning *tuning, K3AttentionKernel kernel,
                                                  int64_t heads, int64_t rows);
 
-/* Refuses a tuning that was not made for `here` (count and trial are not read). `origin` begins the message.
+/* Refuses a tuning that was not made for `here` (whose count and trial are not read), or has a trial of a width that no
+ * kernel is built for. `origin` begins the message.
  * Errors: K3_ERR_INPUT with what differs. */
 K3Status k3_attention_tuning_check(const K3AttentionTuning *tuning, const K3AttentionTuning *here, const char *origin);
 
