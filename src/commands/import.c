@@ -1,11 +1,4 @@
 /* `k3decode import`: a published checkpoint into a model file. Layer: commands. */
-#ifdef HAVE_CONFIG_H
-#include <config.h>
-#endif
-#ifndef _GNU_SOURCE
-#define _GNU_SOURCE
-#endif
-
 #include <getopt.h>
 #include <inttypes.h>
 #include <limits.h>
@@ -20,6 +13,7 @@
 #include "commands/progress.h"
 #include "commands/session.h"
 #include "commands/stop_signals.h"
+#include "config.h"
 #include "import/gguf_import.h"
 #include "import/hf_import.h"
 

@@ -1,8 +1,5 @@
 /* Stands in for the CUDA backend in a build without one (kernels/ provides it otherwise). Layer: decode. */
-#ifdef HAVE_CONFIG_H
-#include <config.h>
-#endif
-
+#include "config.h"
 #include "decode/backend.h"
 #include "decode/device_versions.h"
 #include "decode/tune.h"

@@ -1,11 +1,4 @@
 /* The files of one GGUF model. See gguf.h. Layer: import. */
-#ifdef HAVE_CONFIG_H
-#include <config.h>
-#endif
-#ifndef _GNU_SOURCE
-#define _GNU_SOURCE
-#endif
-
 #include "import/gguf.h"
 
 #include <dirent.h>

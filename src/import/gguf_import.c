@@ -1,10 +1,6 @@
 /* The conversion of a GGUF model. See gguf_import.h. Layer: import.
  * First pass: every tensor of the table finds its published one(s), of the right shape and type, and nothing is
  * left over. Second pass: values, in pieces. Little-endian hosts, as the rest of the program. */
-#ifdef HAVE_CONFIG_H
-#include <config.h>
-#endif
-
 #include "import/gguf_import.h"
 
 #include <dirent.h>
@@ -22,15 +18,10 @@
 #include "plan/codebook.h"
 #include "plan/config.h"
 #include "plan/decode.h"
-#include "store/digest.h"
 
 typedef struct {
   const char *path;
-  K3ImportResult *result;
-  K3Config config;
-  K3TensorTable table;
-  K3Type *types;         /* [table.count] of the model file */
-  int64_t *source_bytes; /* [table.count] */
+  K3ImportJob job;
   K3Gguf *gguf;
   uint32_t *books[K3_CODEBOOK_COUNT]; /* packed, of the types that are decoded here; NULL: not needed */
 } Import;
@@ -126,7 +117,7 @@ static K3Status find_part(const Import *import, const K3TensorSpec *spec, const 
 
 static K3Status find_kv_b(const Import *import, const K3TensorSpec *spec, Origin *origin)
 {
-  const K3Config *config = &import->config;
+  const K3Config *config = &import->job.config;
   char name[K3_GGUF_NAME_SIZE];
   int64_t k[3] = {config->num_heads, config->kv_lora_rank, config->qk_nope_head_dim};
   int64_t v[3] = {config->num_heads, config->v_head_dim, config->kv_lora_rank};
@@ -179,16 +170,16 @@ static K3Status check_all(Import *import)
 {
   const K3GgufEntry *surplus = NULL;
   int64_t count = 0;
-  for (int64_t i = 0; i < import->table.count; i++) {
-    const K3TensorSpec *spec = &import->table.specs[i];
+  for (int64_t i = 0; i < import->job.table.count; i++) {
+    const K3TensorSpec *spec = &import->job.table.specs[i];
     Origin origin;
     K3_TRY(find_origin(import, spec, &origin));
-    import->types[i] = choose_type(spec, &origin);
+    import->job.types[i] = choose_type(spec, &origin);
     if (k3_gguf_origin(spec->role) == K3_GGUF_ONES) continue; /* the projection counts it */
     for (int p = 0; p < origin.count; p++) {
       k3_gguf_find(import->gguf, origin.parts[p].name)->used = 1;
-      import->source_bytes[i] += origin.parts[p].bytes;
-      import->result->published++;
+      import->job.source_bytes[i] += origin.parts[p].bytes;
+      import->job.result->published++;
       if (origin.count > 1) K3_TRY(load_book(import, origin.types[p])); /* joined ones are decoded */
     }
   }
@@ -317,7 +308,7 @@ static K3Status decode_rows(const Import *import, const K3GgufTensor *tensor, K3
 static K3Status write_kv_b(const Import *import, const K3TensorSpec *spec, const Origin *origin, K3Type type,
                            K3ImportWorker *worker)
 {
-  const K3Config *config = &import->config;
+  const K3Config *config = &import->job.config;
   int64_t heads = config->num_heads, width = config->kv_lora_rank, nope = config->qk_nope_head_dim;
   int64_t v_rows = config->v_head_dim, rows = nope + v_rows, step = 0;
   int64_t bytes = (origin->parts[0].bytes + origin->parts[1].bytes) / heads;
@@ -344,7 +335,7 @@ static K3Status write_tensor(void *importer, const K3TensorSpec *spec, int64_t t
 {
   const Import *import = importer;
   Origin origin;
-  K3Type type = import->types[tensor];
+  K3Type type = import->job.types[tensor];
   float *vector = worker->values;
   K3_TRY(find_origin(import, spec, &origin));
   const K3GgufTensor *only = &origin.parts[0];
@@ -366,34 +357,17 @@ static K3Status write_tensor(void *importer, const K3TensorSpec *spec, int64_t t
 K3Status k3_gguf_import(const char *path, const char *output, const K3ImportOptions *options, K3ImportResult *result)
 {
   K3Status status = K3_OK;
-  Import import = {.path = path, .result = result};
-  uint64_t identity = K3_DIGEST_START;
-  memset(result, 0, sizeof *result);
+  Import import = {.path = path};
+  import.job = (K3ImportJob){.output = output, .options = options, .importer = &import, .write = write_tensor, .result = result};
   K3_TRY_DONE(k3_gguf_open(path, &import.gguf));
-  K3_TRY_DONE(k3_gguf_config_read(import.gguf, &import.config));
-  K3_TRY_DONE(k3_tensors_build(&import.config, &import.table));
-  import.types = calloc((size_t)import.table.count, sizeof *import.types);
-  import.source_bytes = calloc((size_t)import.table.count, sizeof *import.source_bytes);
-  if (!import.types || !import.source_bytes)
-    K3_FAIL_DONE(K3_ERR_INPUT, "no memory for the list of %lld tensors", (long long)import.table.count);
+  K3_TRY_DONE(k3_gguf_config_read(import.gguf, &import.job.config));
+  K3_TRY_DONE(k3_import_open(&import.job));
   K3_TRY_DONE(check_all(&import));
   for (int64_t s = 0; s < import.gguf->shard_count; s++)
-    K3_TRY_DONE(k3_import_identity(import.gguf->shards[s].path, &identity));
-  K3ImportJob job = {.output = output,
-                     .options = options,
-                     .config = &import.config,
-                     .table = &import.table,
-                     .types = import.types,
-                     .source_bytes = import.source_bytes,
-                     .identity = identity,
-                     .importer = &import,
-                     .write = write_tensor,
-                     .result = result};
-  K3_TRY_DONE(k3_import_run(&job));
+    K3_TRY_DONE(k3_import_identify(&import.job, import.gguf->shards[s].path));
+  status = k3_import_run(&import.job);
 done:
-  free(import.types);
-  free(import.source_bytes);
-  k3_tensors_free(&import.table);
+  k3_import_close(&import.job);
   k3_gguf_close(import.gguf);
   for (int id = 0; id < K3_CODEBOOK_COUNT; id++) free(import.books[id]);
   return status;

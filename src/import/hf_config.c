@@ -2,9 +2,6 @@
 #ifdef HAVE_CONFIG_H
 #include <config.h>
 #endif
-#ifndef _GNU_SOURCE
-#define _GNU_SOURCE
-#endif
 
 #include "import/hf_config.h"
 

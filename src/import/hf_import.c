@@ -1,10 +1,7 @@
 /* The conversion of a released checkpoint. See hf_import.h. Layer: import.
  * First pass: every tensor of the table finds its published one(s), of the right shape and type, and nothing is
  * left over. Second pass: values, in pieces. Little-endian hosts, as the rest of the program. */
-#ifdef HAVE_CONFIG_H
-#include <config.h>
-#endif
-
+#include "config.h"
 #include "import/hf_import.h"
 
 #ifdef HAVE_JSON_C
@@ -20,17 +17,12 @@
 #include "plan/config.h"
 #include "plan/decode.h"
 #include "plan/tensors.h"
-#include "store/digest.h"
 
 typedef struct {
   const char *directory;
   K3HfTrunk trunk;
   K3HfExperts experts;
-  K3ImportResult *result;
-  K3Config config;
-  K3TensorTable table;
-  K3Type *types;         /* [table.count] of the model file */
-  int64_t *source_bytes; /* [table.count] */
+  K3ImportJob job;
   K3Safetensors *safe;
   const char *prefix; /* of text tensors: "language_model." or "" */
 } Import;
@@ -74,7 +66,7 @@ static K3Status fail_shape(const Import *import, const K3TensorSpec *spec, const
 static K3Status check_shape(const Import *import, const K3TensorSpec *spec, const K3SafeTensor *tensor)
 {
   int64_t one_between[3] = {spec->shape[0], 1, spec->shape[1]};
-  int64_t by_head[2] = {import->config.num_heads, import->config.kda_head_dim};
+  int64_t by_head[2] = {import->job.config.num_heads, import->job.config.kda_head_dim};
   switch (spec->role) {
   case K3_ROLE_Q_CONV:
   case K3_ROLE_K_CONV:
@@ -178,15 +170,15 @@ static void count_origin(Import *import, int64_t tensor, const Origin *origin)
   for (int i = 0; i < 2; i++) {
     if (!parts[i]) continue;
     parts[i]->used = 1;
-    import->source_bytes[tensor] += parts[i]->bytes;
-    import->result->published++;
+    import->job.source_bytes[tensor] += parts[i]->bytes;
+    import->job.result->published++;
   }
 }
 
 /* All experts of a tensor must be stored alike: ours is one dataset. */
 static K3Status check_experts(Import *import, int64_t tensor)
 {
-  const K3TensorSpec *spec = &import->table.specs[tensor];
+  const K3TensorSpec *spec = &import->job.table.specs[tensor];
   Origin first = {NULL, NULL}, origin;
   for (int64_t expert = 0; expert < spec->shape[0]; expert++) {
     K3_TRY(find_expert(import, spec, expert, &origin));
@@ -198,7 +190,7 @@ static K3Status check_experts(Import *import, int64_t tensor)
               k3_safetensors_dtype_name(origin.data->dtype), spec->path);
     count_origin(import, tensor, &origin);
   }
-  import->types[tensor] = choose_type(import, spec, &first);
+  import->job.types[tensor] = choose_type(import, spec, &first);
   return K3_OK;
 }
 
@@ -210,7 +202,7 @@ static K3Status check_surplus(Import *import)
     const K3SafeTensor *tensor = &import->safe->tensors[i];
     if (tensor->used) continue;
     if (k3_hf_is_vision(tensor->name)) {
-      import->result->vision++;
+      import->job.result->vision++;
       continue;
     }
     if (count++ == 0) surplus = tensor;
@@ -226,8 +218,8 @@ static K3Status check_all(Import *import)
   import->prefix = "";
   for (int64_t i = 0; i < import->safe->count; i++)
     if (strncmp(import->safe->tensors[i].name, K3_HF_PREFIX, strlen(K3_HF_PREFIX)) == 0) import->prefix = K3_HF_PREFIX;
-  for (int64_t i = 0; i < import->table.count; i++) {
-    const K3TensorSpec *spec = &import->table.specs[i];
+  for (int64_t i = 0; i < import->job.table.count; i++) {
+    const K3TensorSpec *spec = &import->job.table.specs[i];
     if (k3_hf_is_expert(spec)) {
       K3_TRY(check_experts(import, i));
       continue;
@@ -235,7 +227,7 @@ static K3Status check_all(Import *import)
     Origin origin;
     K3_TRY(find_trunk(import, spec, &origin));
     count_origin(import, i, &origin);
-    import->types[i] = choose_type(import, spec, &origin);
+    import->job.types[i] = choose_type(import, spec, &origin);
   }
   return check_surplus(import);
 }
@@ -349,7 +341,7 @@ static K3Status write_tensor(void *importer, const K3TensorSpec *spec, int64_t t
 {
   const Import *import = importer;
   Origin origin;
-  K3Type type = import->types[tensor];
+  K3Type type = import->job.types[tensor];
   if (!k3_hf_is_expert(spec)) {
     K3_TRY(find_trunk(import, spec, &origin));
     if (spec->role == K3_ROLE_A_LOG) K3_TRY(check_tail(import, spec, origin.data));
@@ -366,34 +358,17 @@ K3Status k3_hf_import(const char *directory, const char *output, K3HfTrunk trunk
                       const K3ImportOptions *options, K3ImportResult *result)
 {
   K3Status status = K3_OK;
-  Import import = {.directory = directory, .trunk = trunk, .experts = experts, .result = result};
-  uint64_t identity = K3_DIGEST_START;
-  memset(result, 0, sizeof *result);
-  K3_TRY_DONE(k3_hf_config_read(directory, &import.config));
+  Import import = {.directory = directory, .trunk = trunk, .experts = experts};
+  import.job = (K3ImportJob){.output = output, .options = options, .importer = &import, .write = write_tensor, .result = result};
+  K3_TRY_DONE(k3_hf_config_read(directory, &import.job.config));
   K3_TRY_DONE(k3_safetensors_open(directory, &import.safe));
-  K3_TRY_DONE(k3_tensors_build(&import.config, &import.table));
-  import.types = calloc((size_t)import.table.count, sizeof *import.types);
-  import.source_bytes = calloc((size_t)import.table.count, sizeof *import.source_bytes);
-  if (!import.types || !import.source_bytes)
-    K3_FAIL_DONE(K3_ERR_INPUT, "no memory for the list of %lld tensors", (long long)import.table.count);
+  K3_TRY_DONE(k3_import_open(&import.job));
   K3_TRY_DONE(check_all(&import));
   for (int64_t s = 0; s < import.safe->shard_count; s++)
-    K3_TRY_DONE(k3_import_identity(import.safe->shards[s].path, &identity));
-  K3ImportJob job = {.output = output,
-                     .options = options,
-                     .config = &import.config,
-                     .table = &import.table,
-                     .types = import.types,
-                     .source_bytes = import.source_bytes,
-                     .identity = identity,
-                     .importer = &import,
-                     .write = write_tensor,
-                     .result = result};
-  K3_TRY_DONE(k3_import_run(&job));
+    K3_TRY_DONE(k3_import_identify(&import.job, import.safe->shards[s].path));
+  status = k3_import_run(&import.job);
 done:
-  free(import.types);
-  free(import.source_bytes);
-  k3_tensors_free(&import.table);
+  k3_import_close(&import.job);
   k3_safetensors_close(import.safe);
   return status;
 }

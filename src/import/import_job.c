@@ -61,7 +61,7 @@ K3Status k3_import_rows(const char *path, const char *name, int64_t row_bytes, i
 /* One tensor, unless an earlier run finished it. */
 static K3Status write_tensor(K3ImportJob *job, int64_t tensor, K3ImportWorker *worker)
 {
-  const K3TensorSpec *spec = &job->table->specs[tensor];
+  const K3TensorSpec *spec = &job->table.specs[tensor];
   int whole = 0;
   K3_TRY(k3_model_writer_restore(job->writer, spec, &whole));
   if (whole) {
@@ -83,7 +83,7 @@ static int thread_count(const K3ImportJob *job)
   threads = omp_get_max_threads();
 #endif
   if (threads > K3_IMPORT_MAX_THREADS) threads = K3_IMPORT_MAX_THREADS;
-  return (int64_t)threads > job->table->count ? (int)job->table->count : threads;
+  return (int64_t)threads > job->table.count ? (int)job->table.count : threads;
 }
 
 static K3Status write_all(K3ImportJob *job, K3ImportWorker *workers, int threads)
@@ -92,7 +92,7 @@ static K3Status write_all(K3ImportJob *job, K3ImportWorker *workers, int threads
 #ifdef _OPENMP
 #pragma omp parallel for schedule(dynamic, 1) num_threads(threads)
 #endif
-  for (int64_t i = 0; i < job->table->count; i++) {
+  for (int64_t i = 0; i < job->table.count; i++) {
     K3Status seen;
     int number = 0;
 #ifdef _OPENMP
@@ -119,7 +119,7 @@ static K3Status write_codebooks(K3ImportJob *job)
 {
   int needed[K3_CODEBOOK_COUNT];
   int8_t grid[K3_CODEBOOK_MOST_BYTES];
-  k3_codebooks_needed(job->types, job->table->count, needed);
+  k3_codebooks_needed(job->types, job->table.count, needed);
   for (int id = 0; id < K3_CODEBOOK_COUNT; id++) {
     const K3Codebook *book = k3_codebook((K3CodebookId)id);
     if (!needed[id]) continue;
@@ -132,10 +132,29 @@ static K3Status write_codebooks(K3ImportJob *job)
 /* Over everything that the content depends on besides the checkpoint's own files. */
 static uint64_t full_identity(const K3ImportJob *job)
 {
-  uint64_t identity = k3_digest_config(job->identity, job->config);
-  for (int64_t i = 0; i < job->table->count; i++)
-    identity = k3_digest_tensor(identity, &job->table->specs[i], job->types[i]);
+  uint64_t identity = k3_digest_config(job->identity, &job->config);
+  for (int64_t i = 0; i < job->table.count; i++)
+    identity = k3_digest_tensor(identity, &job->table.specs[i], job->types[i]);
   return identity;
+}
+
+K3Status k3_import_open(K3ImportJob *job)
+{
+  memset(job->result, 0, sizeof *job->result);
+  K3_TRY(k3_tensors_build(&job->config, &job->table));
+  job->types = calloc((size_t)job->table.count, sizeof *job->types);
+  job->source_bytes = calloc((size_t)job->table.count, sizeof *job->source_bytes);
+  if (!job->types || !job->source_bytes)
+    K3_FAIL(K3_ERR_INPUT, "no memory for the list of %lld tensors", (long long)job->table.count);
+  job->identity = K3_DIGEST_START;
+  return K3_OK;
+}
+
+void k3_import_close(K3ImportJob *job)
+{
+  free(job->types);
+  free(job->source_bytes);
+  k3_tensors_free(&job->table);
 }
 
 K3Status k3_import_run(K3ImportJob *job)
@@ -147,23 +166,23 @@ K3Status k3_import_run(K3ImportJob *job)
   double start_ms = k3_clock_ms();
   job->writer = NULL;
   job->bytes_done = job->bytes_all = 0;
-  for (int64_t i = 0; i < job->table->count; i++) {
+  for (int64_t i = 0; i < job->table.count; i++) {
     job->bytes_all += job->source_bytes[i];
     job->result->by_type[job->types[i]]++;
-    job->result->bytes_written += k3_format_bytes(job->types[i], k3_tensor_elements(&job->table->specs[i]));
+    job->result->bytes_written += k3_format_bytes(job->types[i], k3_tensor_elements(&job->table.specs[i]));
   }
-  job->result->tensors = job->table->count;
+  job->result->tensors = job->table.count;
   for (int t = 0; t < threads; t++) {
     workers[t] = (K3ImportWorker){job, malloc(K3_IMPORT_PIECE), malloc(K3_IMPORT_PIECE)};
     if (!workers[t].stored || !workers[t].values)
       K3_FAIL_DONE(K3_ERR_INPUT, "no memory for two buffers of %d bytes a thread", K3_IMPORT_PIECE);
   }
-  K3_TRY_DONE(k3_model_writer_create_all(job->output, job->config, job->table, job->types, full_identity(job),
+  K3_TRY_DONE(k3_model_writer_create_all(job->output, &job->config, &job->table, job->types, full_identity(job),
                                          options->provenance, options->overwrite, &job->writer));
   K3_TRY_DONE(write_codebooks(job));
   K3_TRY_DONE(write_all(job, workers, threads));
   K3_TRY_DONE(check_stop(job));
-  K3_TRY_DONE(k3_model_writer_finish(job->writer, job->table));
+  K3_TRY_DONE(k3_model_writer_finish(job->writer, &job->table));
   job->result->replaced = k3_model_writer_replaced(job->writer);
   job->result->digest = k3_model_writer_digest(job->writer);
   job->result->bytes_read = job->bytes_done;
@@ -178,13 +197,13 @@ done:
   return status;
 }
 
-K3Status k3_import_identity(const char *path, uint64_t *identity)
+K3Status k3_import_identify(K3ImportJob *job, const char *path)
 {
   struct stat info;
   if (stat(path, &info) != 0) K3_FAIL(K3_ERR_INPUT, "%s: cannot stat: %s", path, strerror(errno));
-  *identity = k3_digest_number(k3_digest_text(*identity, path), (uint64_t)info.st_size);
-  *identity = k3_digest_number(*identity, (uint64_t)info.st_mtim.tv_sec);
-  *identity = k3_digest_number(*identity, (uint64_t)info.st_mtim.tv_nsec);
+  job->identity = k3_digest_number(k3_digest_text(job->identity, path), (uint64_t)info.st_size);
+  job->identity = k3_digest_number(job->identity, (uint64_t)info.st_mtim.tv_sec);
+  job->identity = k3_digest_number(job->identity, (uint64_t)info.st_mtim.tv_nsec);
   return K3_OK;
 }
 

@@ -45,11 +45,11 @@ typedef struct {
 struct K3ImportJob {
   const char *output;
   const K3ImportOptions *options;
-  const K3Config *config;
-  const K3TensorTable *table;
-  const K3Type *types;         /* [table->count] */
-  const int64_t *source_bytes; /* [table->count] of the checkpoint that go into each tensor */
-  uint64_t identity;           /* a hash of the checkpoint's files and of what else changes the content */
+  K3Config config;
+  K3TensorTable table;
+  K3Type *types;         /* [table.count] of the model file */
+  int64_t *source_bytes; /* [table.count] of the checkpoint that go into each tensor */
+  uint64_t identity;     /* a hash of the checkpoint's files and of what else changes the content */
   void *importer;
   /* Writes all rows of one tensor by k3_import_put. Runs on several threads at once. */
   K3Status (*write)(void *importer, const K3TensorSpec *spec, int64_t tensor, K3ImportWorker *worker);
@@ -58,6 +58,13 @@ struct K3ImportJob {
   struct K3ModelWriter *writer;
   int64_t bytes_done, bytes_all;
 };
+
+/* From job->config: table; types and source_bytes, zero, for the importer to fill; nothing counted in the result.
+ * Errors: K3_ERR_INPUT. */
+K3Status k3_import_open(K3ImportJob *job);
+
+/* Frees what k3_import_open made. */
+void k3_import_close(K3ImportJob *job);
 
 /* Writes all tensors and finishes the file. On failure no output is left; after a signal the unfinished file is, and the
  * same command goes on with it. Errors: K3_ERR_INPUT. */
@@ -71,8 +78,8 @@ K3Status k3_import_put(K3ImportWorker *worker, const K3TensorSpec *spec, K3Type 
  * the checkpoint) and `path` (its file) are for the message. */
 K3Status k3_import_rows(const char *path, const char *name, int64_t row_bytes, int64_t *rows);
 
-/* A digest of a file's name, size and time of change hashed into `identity`. Errors: K3_ERR_INPUT. */
-K3Status k3_import_identity(const char *path, uint64_t *identity);
+/* A file's name, size and time of change hashed into job->identity. Errors: K3_ERR_INPUT. */
+K3Status k3_import_identify(K3ImportJob *job, const char *path);
 
 /* First element of `count` plain values (f32, f16, bf16; no alignment) that is NaN or infinite, -1: all are finite. */
 int64_t k3_import_find_not_finite(K3Type type, const uint8_t *data, int64_t count);

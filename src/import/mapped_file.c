@@ -1,11 +1,4 @@
 /* A plain file mapped read-only. See mapped_file.h. Layer: import. */
-#ifdef HAVE_CONFIG_H
-#include <config.h>
-#endif
-#ifndef _GNU_SOURCE
-#define _GNU_SOURCE
-#endif
-
 #include "import/mapped_file.h"
 
 #include <errno.h>

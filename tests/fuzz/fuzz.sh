@@ -12,7 +12,7 @@ mkdir -p "$folder/corpus"
 wrap=
 [ "$name" = gguf ] && wrap='-Wl,--wrap=malloc -Wl,--wrap=calloc -Wl,--wrap=realloc'
 # shellcheck disable=SC2046,SC2086 # lists of flags
-clang -std=gnu11 -g -O1 -DHAVE_JSON_C=1 -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=undefined $wrap -Isrc -o "$folder/fuzz" \
+clang -std=gnu11 -g -O1 -D_GNU_SOURCE -DHAVE_JSON_C=1 -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=undefined $wrap -Isrc -o "$folder/fuzz" \
   tests/fuzz/fuzz_$name.c src/base/status.c src/plan/config.c src/import/mapped_file.c src/import/gguf.c src/import/gguf_file.c \
   src/import/gguf_config.c src/import/safetensors.c src/import/json_file.c src/import/hf_config.c \
   $(pkg-config --cflags --libs json-c) -lm
