@@ -3,7 +3,6 @@
 
 #include <ctype.h>
 #include <errno.h>
-#include <getopt.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -16,6 +15,27 @@ K3Status k3_refuse_option(const char *command, int letter, char **argv)
   else if (optopt && strncmp(word, "--", 2) == 0)
     K3_FAIL(K3_ERR_USAGE, "%s: %s takes no value; see k3decode %s --help", command, word, command);
   K3_FAIL(K3_ERR_USAGE, "%s: unknown option %s; see k3decode %s --help", command, word, command);
+}
+
+K3Status k3_parse_model_command(const char *command, int argc, char **argv, const struct option *names,
+                                K3Status (*parse)(int letter, const char *value, void *options), void *options,
+                                const char **model, int *help)
+{
+  int letter;
+  optind = 0; /* getopt begins afresh */
+  while ((letter = getopt_long(argc, argv, ":h", names, NULL)) != -1) {
+    if (letter == 'h') {
+      *help = 1;
+      return K3_OK;
+    }
+    if (letter == '?' || letter == ':') return k3_refuse_option(command, letter, argv);
+    K3_TRY(parse(letter, optarg, options));
+  }
+  if (optind >= argc)
+    K3_FAIL(K3_ERR_USAGE, "a model is missing: k3decode %s MODEL …; see k3decode %s --help", command, command);
+  if (optind < argc - 1) K3_FAIL(K3_ERR_USAGE, "more than one model given; see k3decode %s --help", command);
+  *model = argv[optind];
+  return K3_OK;
 }
 
 K3Status k3_parse_count(const char *text, const char *option, int64_t low, int64_t high, int64_t *value)

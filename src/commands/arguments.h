@@ -2,6 +2,7 @@
 #ifndef K3_COMMANDS_ARGUMENTS_H
 #define K3_COMMANDS_ARGUMENTS_H
 
+#include <getopt.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -9,6 +10,12 @@
 
 /* After getopt_long, with short options that begin with ':', gave `letter` '?' or ':': K3_ERR_USAGE naming the word. */
 K3Status k3_refuse_option(const char *command, int letter, char **argv);
+
+/* The words of a command that takes one MODEL: options go to `parse` one by one. *help: --help ended it, *model is not set.
+ * Errors: K3_ERR_USAGE (of parse, an unknown option, no MODEL or several). */
+K3Status k3_parse_model_command(const char *command, int argc, char **argv, const struct option *names,
+                                K3Status (*parse)(int letter, const char *value, void *options), void *options,
+                                const char **model, int *help);
 
 /* A whole decimal number in [low, high]. Errors: K3_ERR_USAGE naming the option, what it got and the range; an option
  * that ends in a colon ("--logits top:") is followed by the number without a space. */

@@ -1,7 +1,6 @@
 /* `k3decode run`: the main job, under mpirun or srun. Layer: commands.
  * Opens the model on every rank, plans, loads, decodes, writes the run file. Ranks agree on failure at each
  * stage, so that one rank's message ends all. */
-#include <getopt.h>
 #include <limits.h>
 #include <stdatomic.h>
 #include <stdio.h>
@@ -92,8 +91,9 @@ static K3Status parse_logits(const char *text, RunOptions *options)
   return K3_OK;
 }
 
-static K3Status parse_option(int letter, const char *value, RunOptions *options)
+static K3Status parse_option(int letter, const char *value, void *context)
 {
+  RunOptions *options = context;
   switch (letter) {
   case 'p': options->prompt = value; return K3_OK;
   case 'f': options->prompt_file = value; return K3_OK;
@@ -140,21 +140,8 @@ static K3Status parse_options(int argc, char **argv, Run *run, int *help)
     {"help", no_argument, 0, 'h'},           {0, 0, 0, 0}};
   RunOptions *options = &run->options;
   *options = (RunOptions){.steps = 16, .session = K3_SESSION_DEFAULTS};
-  int letter;
-  optind = 0;
-  while ((letter = getopt_long(argc, argv, ":h", names, NULL)) != -1) {
-    if (letter == 'h') {
-      *help = 1;
-      return K3_OK;
-    }
-    if (letter == '?' || letter == ':') return k3_refuse_option("run", letter, argv);
-    K3_TRY(parse_option(letter, optarg, options));
-  }
-  if (optind != argc - 1)
-    K3_FAIL(K3_ERR_USAGE, optind >= argc ? "a model is missing: k3decode run MODEL …; see k3decode run --help"
-                                         : "more than one model given; see k3decode run --help");
-  options->model = argv[optind];
-  return check_options(run);
+  K3_TRY(k3_parse_model_command("run", argc, argv, names, parse_option, options, &options->model, help));
+  return *help ? K3_OK : check_options(run);
 }
 
 /* --- snapshots --------------------------------------------------------------------------------------- */

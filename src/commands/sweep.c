@@ -108,8 +108,9 @@ static K3Status parse_arms(Run *run)
   return K3_OK;
 }
 
-static K3Status parse_option(int letter, const char *value, SweepOptions *options)
+static K3Status parse_option(int letter, const char *value, void *context)
 {
+  SweepOptions *options = context;
   switch (letter) {
   case 'c': options->contexts = value; return K3_OK;
   case 'm': options->arms = value; return K3_OK;
@@ -138,20 +139,8 @@ static K3Status parse_options(int argc, char **argv, Run *run, int *help)
                             .steps = 16,
                             .repeats = 5,
                             .session = K3_SESSION_DEFAULTS};
-  int letter;
-  optind = 0;
-  while ((letter = getopt_long(argc, argv, ":h", names, NULL)) != -1) {
-    if (letter == 'h') {
-      *help = 1;
-      return K3_OK;
-    }
-    if (letter == '?' || letter == ':') return k3_refuse_option("sweep", letter, argv);
-    K3_TRY(parse_option(letter, optarg, options));
-  }
-  if (optind != argc - 1)
-    K3_FAIL(K3_ERR_USAGE, optind >= argc ? "a model is missing: k3decode sweep MODEL …; see k3decode sweep --help"
-                                         : "more than one model given; see k3decode sweep --help");
-  options->model = argv[optind];
+  K3_TRY(k3_parse_model_command("sweep", argc, argv, names, parse_option, options, &options->model, help));
+  if (*help) return K3_OK;
   K3_TRY(k3_parse_contexts(run->options.contexts, MAX_CONTEXTS, run->context, &run->contexts));
   K3_TRY(parse_arms(run));
   return k3_session_check(&options->session, run->comm);

@@ -49,30 +49,28 @@ typedef struct {
   K3Tuner *tuner;
 } Tune;
 
+static K3Status parse_option(int letter, const char *value, void *context)
+{
+  Tune *tune = context;
+  switch (letter) {
+  case 'N': return k3_parse_count(value, "--ranks", 1, K3_MAX_WORLD, &tune->ranks);
+  case 'c': tune->contexts = value; return K3_OK;
+  case 'o': tune->output = value; return K3_OK;
+  case 'w': tune->overwrite = 1; return K3_OK;
+  default: return k3_session_parse(letter, value, &tune->session);
+  }
+}
+
 static K3Status parse(int argc, char **argv, Tune *tune, int *help)
 {
   static const struct option names[] = {{"ranks", required_argument, 0, 'N'},    {"slice", required_argument, 0, 'r'},
                                         {"contexts", required_argument, 0, 'c'}, {"cache", required_argument, 0, 't'},
                                         {"output", required_argument, 0, 'o'},   {"overwrite", no_argument, 0, 'w'},
                                         {"help", no_argument, 0, 'h'},           {0, 0, 0, 0}};
-  int letter;
   tune->session = (K3SessionOptions)K3_SESSION_DEFAULTS;
-  optind = 0;
-  while ((letter = getopt_long(argc, argv, ":h", names, NULL)) != -1) switch (letter) {
-    case 'h': *help = 1; return K3_OK;
-    case 'N': K3_TRY(k3_parse_count(optarg, "--ranks", 1, K3_MAX_WORLD, &tune->ranks)); break;
-    case 'c': tune->contexts = optarg; break;
-    case 'o': tune->output = optarg; break;
-    case 'w': tune->overwrite = 1; break;
-    case '?':
-    case ':': return k3_refuse_option("tune", letter, argv);
-    default: K3_TRY(k3_session_parse(letter, optarg, &tune->session));
-    }
-  if (optind != argc - 1)
-    K3_FAIL(K3_ERR_USAGE, optind >= argc ? "a model is missing: k3decode tune MODEL …; see k3decode tune --help"
-                                         : "more than one model given; see k3decode tune --help");
+  K3_TRY(k3_parse_model_command("tune", argc, argv, names, parse_option, tune, &tune->model, help));
+  if (*help) return K3_OK;
   if (tune->ranks && tune->session.slice_world) K3_FAIL(K3_ERR_USAGE, "--ranks and --slice exclude each other");
-  tune->model = argv[optind];
   if (tune->contexts) return k3_parse_contexts(tune->contexts, MAX_CONTEXTS, tune->context, &tune->count);
   /* plans are made for these (k3_attention_capacity) */
   for (int64_t context = FIRST_CONTEXT; context <= LAST_CONTEXT; context *= 2) tune->context[tune->count++] = context;
