@@ -23,6 +23,13 @@ static void found_hdf5(unsigned version[3])
   if (H5get_libversion(&version[0], &version[1], &version[2]) < 0) version[0] = version[1] = version[2] = 0;
 }
 
+static void found_mpi(char text[MPI_MAX_LIBRARY_VERSION_STRING])
+{
+  int length = 0;
+  if (MPI_Get_library_version(text, &length) != MPI_SUCCESS) strcpy(text, "unknown");
+  text[strcspn(text, ",\n")] = '\0';
+}
+
 typedef struct {
   char text[40];
 } VersionText;
@@ -60,11 +67,9 @@ static void print_device_versions(void)
 void k3_print_version(void)
 {
   unsigned found[3];
-  char mpi[MPI_MAX_LIBRARY_VERSION_STRING] = "";
-  int length = 0;
+  char mpi[MPI_MAX_LIBRARY_VERSION_STRING];
   found_hdf5(found);
-  if (MPI_Get_library_version(mpi, &length) != MPI_SUCCESS) snprintf(mpi, sizeof mpi, "unknown");
-  mpi[strcspn(mpi, ",\n")] = '\0';
+  found_mpi(mpi);
   printf("k3decode %s\n", PACKAGE_VERSION);
   printf("  library   built with        found\n");
   printf("  HDF5      %-17s %u.%u.%u\n", &H5_VERS_INFO[strlen("HDF5 library version: ")], found[0], found[1], found[2]);
@@ -76,7 +81,7 @@ void k3_print_version(void)
 #ifdef HAVE_JSON_C
   printf("  json-c    %-17s %s\n", JSON_C_VERSION, json_c_version());
 #else
-  printf("  json-c    none: import is left out\n");
+  printf("  json-c    none: import reads GGUF alone\n");
 #endif
   print_device_versions();
   printf("  backends  host%s\n", k3_backend_has_cuda() ? ", cuda" : "");
@@ -85,11 +90,9 @@ void k3_print_version(void)
 void k3_version_line(char *text, size_t size)
 {
   unsigned found[3];
-  char mpi[MPI_MAX_LIBRARY_VERSION_STRING] = "";
-  int length = 0;
+  char mpi[MPI_MAX_LIBRARY_VERSION_STRING];
   found_hdf5(found);
-  if (MPI_Get_library_version(mpi, &length) != MPI_SUCCESS) snprintf(mpi, sizeof mpi, "unknown");
-  mpi[strcspn(mpi, ",\n")] = '\0';
+  found_mpi(mpi);
   snprintf(text, size, "k3decode %s, HDF5 %d.%d.%d built with and %u.%u.%u found, MPI %s", PACKAGE_VERSION,
            H5_VERS_MAJOR, H5_VERS_MINOR, H5_VERS_RELEASE, found[0], found[1], found[2], mpi);
 }
@@ -97,10 +100,10 @@ void k3_version_line(char *text, size_t size)
 K3Status k3_version_check_mpi(void)
 {
 #ifdef OMPI_MAJOR_VERSION
-  char mpi[MPI_MAX_LIBRARY_VERSION_STRING] = "", wanted[32];
-  int length = 0;
+  char mpi[MPI_MAX_LIBRARY_VERSION_STRING], wanted[32];
   snprintf(wanted, sizeof wanted, "Open MPI v%d.", OMPI_MAJOR_VERSION);
-  if (MPI_Get_library_version(mpi, &length) != MPI_SUCCESS || strncmp(mpi, wanted, strlen(wanted)) != 0)
+  found_mpi(mpi);
+  if (strncmp(mpi, wanted, strlen(wanted)) != 0)
     K3_FAIL(
         K3_ERR_DEVICE,
         "built with Open MPI %d.%d.%d, but the library found at run time is '%.60s': look at LD_LIBRARY_PATH, or build "
@@ -130,8 +133,7 @@ K3Status k3_version_check_nccl(void)
   if (versions.nccl_built / 100 != versions.nccl_found / 100)
     K3_FAIL(K3_ERR_DEVICE,
             "built with NCCL %s, but the library found at run time is %s: look at LD_LIBRARY_PATH (a conda environment "
-            "or a "
-            "module?), or build against that library",
+            "or a module?), or build against that library",
             nccl_text(versions.nccl_built, &built), nccl_text(versions.nccl_found, &found));
   return K3_OK;
 }
