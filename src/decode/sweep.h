@@ -41,13 +41,4 @@ int k3_sweep_touches(K3Phase phase);
  * Errors: K3_ERR_DEVICE, K3_ERR_INPUT. */
 K3Status k3_sweep_measure(K3Backend *backend, K3Comm *comm, const K3SweepSetup *setup, K3Sweep *sweep, int *signal);
 
-/* Statistics, differences and own floor of context c. Errors: K3_ERR_INPUT (no memory). */
-K3Status k3_sweep_derive(K3Sweep *sweep, int64_t c);
-
-/* What needs all measured contexts: the floor, what exceeds it, the depth-dependent term. */
-void k3_sweep_conclude(K3Sweep *sweep);
-
-/* Sum of the medians of the control phases. when, arm: as in control_ms. */
-double k3_sweep_control(const K3Sweep *sweep, int64_t c, int when, int arm);
-
 #endif

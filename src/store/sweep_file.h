@@ -44,7 +44,7 @@ typedef struct {
   double *phase_ms;                               /* [C, whens, arms, N, P] of blocks of their own, with time marks */
   int64_t *token;                                 /* [C, arms, N] chosen in the first block; -1 where there is no arm */
 
-  /* Derived (k3_sweep_derive, k3_sweep_conclude). */
+  /* Derived (decode/sweep.c). */
   double *statistic_ms;         /* [C, arms, statistics] over R · blocks · N steps */
   double *same_statistic_ms;    /* [C, arms, statistics] of the A/A pair */
   double *difference_ms;        /* [C] median B - median A */
