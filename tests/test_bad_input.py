@@ -625,11 +625,11 @@ def test_tokens_are_printed_on_a_terminal(base):
     assert len(plain) == 3 and " ".join(plain) in shown
 
 
-@pytest.mark.parametrize("command", ["info", "run"])
-def test_fifo_is_refused(tmp_path, command):
+@pytest.mark.parametrize("words", [(), ("--prompt", "1"), ("other.h5",)], ids=["info", "run", "compare"])
+def test_fifo_is_refused(tmp_path, words, request):
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
-    refused(command, fifo, *(("--prompt", "1") if command == "run" else ()), phrases=[fifo], timeout=20)
+    refused(request.node.callspec.id, fifo, *words, phrases=[fifo], timeout=20)
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

@@ -230,9 +230,10 @@ def test_run_of_an_older_version_and_untimed_phases(folder, tmp_path):
 
 def test_sweep_with_a_missing_arm_and_names_with_markup(folder, tmp_path):
     def change(file):
-        texts = file["arms/missing_because"][:]
+        kind = h5py.string_dtype("utf-8", 40)
+        text = file["arms/missing_because"][0]
         del file["arms/missing_because"]
-        file["arms/missing_because"] = np.array([texts[0], b"<b>no</b> such & arm"], "S40")
+        file.create_dataset("arms/missing_because", data=np.array([text, b"<b>no</b> such & arm"], kind), dtype=kind)
         file["curve/step_ms"][:, 1, :] = np.nan
         file["curve/difference_ms"][:] = np.nan
         file.attrs["command"] = np.bytes_("k3decode sweep '<script>alert(1)</script>'")
@@ -254,6 +255,8 @@ def test_two_files_of_one_name_are_told_apart(folder, tmp_path):
 def test_bad_input_is_refused(folder, tmp_path):
     page = tmp_path / "page.html"
     (tmp_path / "text.h5").write_text("no HDF5\n")
+    (tmp_path / "folder.h5").mkdir()
+    os.mkfifo(tmp_path / "fifo.h5")
     k3("synth", "tiny:num_layers=4", "--output", tmp_path / "model.h5")
 
     def empty(file):
@@ -261,11 +264,15 @@ def test_bad_input_is_refused(folder, tmp_path):
 
     def damaged(file):
         del file["timings/step_ms"]
-    for path, phrase in ((tmp_path / "absent.h5", "no such file"), (tmp_path / "text.h5", "cannot be read as HDF5"),
+
+    def endless(file):
+        file["timings/step_ms"][:] = np.nan
+    for path, phrase in ((changed(folder / "run.h5", tmp_path / "endless.h5", endless), "cannot be drawn"), (tmp_path / "absent.h5", "No such file"), (tmp_path / "text.h5", "neither a run file nor a sweep file"),
+                         (tmp_path / "folder.h5", "not a directory"), (tmp_path / "fifo.h5", "neither a run file"), ("", "name of a file is empty"),
                          (tmp_path / "model.h5", "neither a run file nor a sweep file"),
                          (changed(folder / "run.h5", tmp_path / "empty.h5", empty), "no whole step"),
                          (changed(folder / "run.h5", tmp_path / "damaged.h5", damaged), "step_ms")):
-        refused("report", folder / "run.h5", path, "--output", page, env=ENV, phrases=[path.name, phrase])
+        refused("report", folder / "run.h5", path, "--output", page, env=ENV, phrases=[os.path.basename(path), phrase])
         assert not page.exists()
 
 

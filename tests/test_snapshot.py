@@ -391,6 +391,8 @@ def snapshot_refused(path, *words, phrases=(), ranks=1, status=3, **more):
 def test_places(tmp_path, folder, whole):
     snapshot_refused(tmp_path / "no" / "s.h5", phrases=["no such directory"], ranks=2)
     snapshot_refused(tmp_path, phrases=["is a directory"])
+    too_long = snapshot_refused(tmp_path / ("s" * 250), phrases=["File name too long"])
+    assert not too_long.out                                  # before a token was decoded
     (tmp_path / "text").write_text("mine")
     snapshot_refused(tmp_path / "text", phrases=["exists"])
     snapshot_refused(tmp_path / "text", "--overwrite", phrases=["is not a snapshot"])

@@ -1,5 +1,5 @@
 /* `k3decode report FILE… --output PAGE`: runs and sweeps as figures and tables. Layer: commands.
- * Options are checked here; the drawing is src/helpers/report.py, by matplotlib. */
+ * Options and files are checked here, with the readers that info uses; the drawing is src/helpers/report.py, by matplotlib. */
 #include <getopt.h>
 #include <math.h>
 #include <stdio.h>
@@ -9,6 +9,8 @@
 #include "commands/arguments.h"
 #include "commands/commands.h"
 #include "commands/helper.h"
+#include "store/run_reader.h"
+#include "store/sweep_file.h"
 
 static const char usage[] =
     "usage: k3decode report FILE.h5 … --output PAGE.html [options]\n"
@@ -78,6 +80,23 @@ static K3Status parse(int argc, char **argv, Options *options, int *help)
   return check_bandwidth(options->bandwidth);
 }
 
+static K3Status check_file(const char *path)
+{
+  K3RunReader *run = NULL;
+  K3SweepPage *sweep = NULL;
+  K3Status status = K3_OK;
+  switch (k3_run_reader_recognise(path)) {
+  case K3_FILE_SWEEP: status = k3_sweep_file_read(path, &sweep); break;
+  case K3_FILE_RUN:
+  case K3_FILE_UNREADABLE:
+  case K3_FILE_DAMAGED: status = k3_run_reader_open(path, &run); break; /* says how */
+  default: K3_FAIL(K3_ERR_INPUT, "%s is neither a run file nor a sweep file; report draws those", path);
+  }
+  k3_run_reader_close(run);
+  k3_sweep_page_close(sweep);
+  return status;
+}
+
 K3Status k3_command_report(int argc, char **argv, K3Comm *comm)
 {
   Options options;
@@ -89,6 +108,7 @@ K3Status k3_command_report(int argc, char **argv, K3Comm *comm)
   }
   if (comm && comm->world > 1)
     K3_FAIL(K3_ERR_USAGE, "report runs as one process, started without mpirun; got %d ranks", comm->world);
+  for (int i = 0; i < options.files; i++) K3_TRY(check_file(argv[optind + i]));
   const char *words[MAX_FILES + 8];
   int count = 0;
   words[count++] = "--output";

@@ -73,9 +73,13 @@ def main():
     except OSError as error:
         fail(f"output {options.output}: {error}")
     report_data.name_apart(parts)
-    figures = report_figures.make(parts, options.bandwidth)
-    if options.output.suffix == ".html":
-        page = report_page.page(parts, figures, options.bandwidth)
+    html = options.output.suffix == ".html"
+    try:
+        figures = report_figures.make(parts, options.bandwidth)
+        page = report_page.page(parts, figures, options.bandwidth) if html else ""
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        fail(f"{' '.join(options.files)}: a value that cannot be drawn: {error!r}")
+    if html:
         write(options.output, lambda path: path.write_text(page, encoding="utf-8"))
     else:
         write(options.output, lambda path: report_figures.save_all(figures, path))

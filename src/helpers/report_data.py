@@ -1,4 +1,4 @@
-"""Run and sweep files, read for `k3decode report`."""
+"""Run and sweep files, read for `k3decode report`, which has checked what kind they are and that they are whole."""
 import dataclasses
 import os
 
@@ -100,25 +100,18 @@ def open_file(path):
     """Also one that is being written, or that a crash left."""
     try:
         return h5py.File(path, "r")
-    except OSError as error:
-        if not os.path.exists(path):
-            raise BadFile(f"{path}: no such file") from error
-        try:
-            return h5py.File(path, "r", swmr=True)
-        except (OSError, ValueError):
-            raise BadFile(f"{path} cannot be read as HDF5: {error}") from error
+    except OSError:
+        return h5py.File(path, "r", swmr=True)
 
 
 def read(path):
     """A Run or a Sweep. Errors: BadFile."""
-    with open_file(path) as file:
-        form = text(file.attrs.get("format", ""))
-        if form not in READERS:
-            raise BadFile(f"{path} is neither a run file nor a sweep file: its root attribute format is {form!r}")
-        try:
-            return READERS[form](path, {name: text(value) for name, value in file.attrs.items()}, file)
-        except (OSError, KeyError, ValueError, IndexError) as error:
-            raise BadFile(f"{path} is damaged: {error}") from error
+    try:
+        with open_file(path) as file:
+            attributes = {name: text(value) for name, value in file.attrs.items()}
+            return READERS[attributes["format"]](path, attributes, file)
+    except (OSError, KeyError, ValueError, IndexError, TypeError) as error:
+        raise BadFile(f"{path} is damaged: {error}") from error
 
 
 def name_apart(parts):

@@ -48,7 +48,10 @@ static int is_leftover(const char *partial)
 
 static K3Status check_leftover(const char *partial)
 {
-  if (access(partial, F_OK) == 0 && !is_leftover(partial))
+  int there = access(partial, F_OK) == 0;
+  if (!there && errno != ENOENT && errno != ENOTDIR)
+    K3_FAIL(K3_ERR_INPUT, "%s cannot be written: %s", partial, K3_ERRNO_REASON(errno));
+  if (there && !is_leftover(partial))
     K3_FAIL(K3_ERR_INPUT, "%s is in the way, and k3decode did not make it; move it or choose another output", partial);
   return K3_OK;
 }

@@ -447,7 +447,11 @@ K3Status k3_run_reader_open(const char *path, K3RunReader **reader)
   K3Status status = K3_OK;
   *reader = NULL;
   k3_hdf5_silence();
-  if (access(path, R_OK) != 0) K3_FAIL(K3_ERR_INPUT, "%s cannot be read: %s", path, strerror(errno));
+  if (path[0] == '\0') K3_FAIL(K3_ERR_INPUT, "the name of a file is empty");
+  struct stat found;
+  if (stat(path, &found) != 0 || access(path, R_OK) != 0)
+    K3_FAIL(K3_ERR_INPUT, "%s cannot be read: %s", path, strerror(errno));
+  if (S_ISFIFO(found.st_mode)) K3_FAIL(K3_ERR_INPUT, "%s cannot be read: it is no plain file", path);
   if (strlen(path) >= sizeof((K3RunReader *)0)->path) K3_FAIL(K3_ERR_INPUT, "a path of %zu bytes is too long",
                                                                strlen(path));
   K3RunReader *run = calloc(1, sizeof *run);
