@@ -151,15 +151,26 @@ def test_bad_tokenizers_are_refused(tmp_path):
     try_it(folder, "tokenizer_config.json cannot be read")
     (folder / "tokenizer_config.json").write_text('{"added_tokens_decoder": {"3": {"content": "[BOS]"}}}')
     try_it(folder, "special token 3 lies among")
+    for identifier, content in ((300, '""'), (300, "5"), (2**70, '"[BOS]"')):
+        (folder / "tokenizer_config.json").write_text('{"added_tokens_decoder": {"%d": {"content": %s}}}' % (identifier, content))
+        try_it(folder, f"special token {identifier} is ")
+    (folder / "tokenizer_config.json").write_text("[" * 100_000)
+    try_it(folder, "tokenizer_config.json cannot be read")
     (folder / "tokenizer_config.json").unlink()
     (folder / "tokenization_kimi.py").write_text("pat_str = make()\n")
     try_it(folder, "no pat_str that can be read")
     (folder / "tokenization_kimi.py").write_text("pat_str = '('\n")
     try_it(folder, "cannot be built")
+    (folder / "tokenization_kimi.py").write_text("pat_str = 'x*'\n")
+    try_it(folder, "matches the empty text")
+    (folder / "tokenization_kimi.py").write_text("pat_str = 'y'\n")
+    try_it(folder, "would not give the text back")
+    (folder / "tokenization_kimi.py").write_text(f"pat_str = {'-' * 20_000}1\n")
+    try_it(folder, "cannot be read")
 
 
 def test_bad_ids_are_refused(tokenizer):
-    for ids, phrase in (("1,520", "id 520 (place 1)"), ("-1", "id -1"), ("x", "id x"), ("1.5", "id 1.5"), ("99999999999999999999", "id 9999")):
+    for ids, phrase in (("1,520", "id 520 (place 1)"), ("-1", "id -1"), ("x", "id x"), ("1.5", "id 1.5"), ("1_0", "id 1_0"), ("+1", "id +1"), ("99999999999999999999", "id 9999")):
         refused("text", "decode", "--tokenizer", tokenizer, "--", ids, env=ENV, phrases=[phrase])
 
 

@@ -25,6 +25,7 @@ def fail(message):
 
 
 try:
+    import regex                # of tiktoken's own dependencies
     import tiktoken
 except ImportError:
     fail(f"text needs Python's tiktoken, which {sys.executable} lacks: {sys.executable} -m pip install tiktoken (Debian: with "
@@ -74,11 +75,13 @@ def read_special(folder, first):
         try:
             for identifier, entry in json.loads(path.read_text(encoding="utf-8")).get("added_tokens_decoder", {}).items():
                 named[int(identifier)] = entry["content"]
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             fail(f"{path} cannot be read: {error}")
-    bad = [identifier for identifier in named if identifier < first]
-    if bad:
-        fail(f"{path}: special token {bad[0]} lies among the {first} ranks of tiktoken.model")
+    for identifier, content in named.items():
+        if identifier < first:
+            fail(f"{path}: special token {identifier} lies among the {first} ranks of tiktoken.model")
+        if identifier >= 2**31 or not isinstance(content, str) or not content:
+            fail(f"{path}: special token {identifier} is {content!r}: wanted an id below 2^31 and a text that is not empty")
     return {named.get(identifier, f"<|reserved_token_{identifier}|>"): identifier
             for identifier in {*range(first, first + RESERVED), *named}}
 
@@ -96,8 +99,8 @@ def pattern_in(path):
 
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, SyntaxError) as error:
-        fail(f"{path} cannot be read: {error}")
+    except (OSError, ValueError, SyntaxError, RecursionError, MemoryError) as error:
+        fail(f"{path} cannot be read: {str(error) or repr(error)}")
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and any(isinstance(target, ast.Name) and target.id == "pat_str" for target in node.targets):
             return value(node.value)
@@ -109,17 +112,20 @@ def read_pattern(folder):
     if not classes:
         return KIMI_PATTERN
     pattern = pattern_in(classes[0])
-    if pattern is None:
+    if not pattern:
         fail(f"{classes[0]} sets no pat_str that can be read without running it; take the file away to use the pattern of Kimi K2")
     return pattern
 
 
 def open_tokenizer(folder):
     ranks = read_ranks(folder / "tiktoken.model")
+    pattern = read_pattern(folder)
     try:
-        return tiktoken.Encoding(name=folder.name, pat_str=read_pattern(folder), mergeable_ranks=ranks,
+        if regex.match(pattern, "", regex.V1):              # the library would panic
+            fail(f"{folder}: pat_str {pattern[:60]!r} matches the empty text")
+        return tiktoken.Encoding(name=folder.name, pat_str=pattern, mergeable_ranks=ranks,
                                  special_tokens=read_special(folder, len(ranks)))
-    except (ValueError, AssertionError) as error:
+    except (regex.error, ValueError, AssertionError, TypeError, OverflowError) as error:
         fail(f"{folder}: the tokenizer cannot be built: {error}")
 
 
@@ -128,14 +134,20 @@ def encode(tokenizer):
         text = sys.stdin.buffer.read().decode()
     except UnicodeDecodeError as error:
         fail(f"the text is not UTF-8 at byte {error.start}")
-    print(",".join(map(str, tokenizer.encode(text, allowed_special="all"))))
+    try:
+        ids = tokenizer.encode(text, allowed_special="all")
+    except Exception as error:          # whatever the library makes of the checkpoint's pattern
+        fail(f"{tokenizer.name}: the text cannot be encoded: {error}")
+    if tokenizer.decode_bytes(ids) != text.encode():
+        fail(f"{tokenizer.name}: its ids would not give the text back: its pat_str passes over a part of it")
+    print(",".join(map(str, ids)))
 
 
 def decode(tokenizer):
     pieces = []
     for place, word in enumerate(sys.stdin.read().replace(",", " ").split()):
         try:
-            pieces.append(tokenizer.decode_single_token_bytes(int(word)))
+            pieces.append(tokenizer.decode_single_token_bytes(int(word if word.isascii() and word.isdigit() else "none")))
         except (ValueError, KeyError, OverflowError):
             fail(f"id {word[:40]} (place {place}) is none of the tokenizer's: wanted 0 to {tokenizer.n_vocab - 1}")
     # neither a cut in the middle of a character nor a NUL, at which C ends a text, may hide the rest
