@@ -250,6 +250,11 @@ def test_bad_input_is_refused_and_leaves_no_file(tmp_path, words, status, phrase
     assert os.listdir(tmp_path) == []
 
 
+def test_default_contexts_end_where_the_model_does():
+    out = k3("sweep", "synth:tiny:num_layers=4,max_context=700", "--steps", 1, "--repeats", 2).out
+    assert "at 0 of 2 contexts" in out or "at 1 of 2 contexts" in out or "at 2 of 2 contexts" in out, out
+
+
 def test_no_model_is_refused():
     refused("sweep", status=2, phrases=["a model is missing"])
 

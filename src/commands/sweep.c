@@ -21,7 +21,7 @@ static const char usage[] =
     "A/A pair, and the phases that the arms do not touch. MODEL is a model file, or synth:RECIPE; caches are "
     "synthetic.\n"
     "\n"
-    "  --contexts 128,512,…   cached positions, ascending (default 128,512,4096,8192,32768,131072)\n"
+    "  --contexts 128,512,…   cached positions, ascending (default 128,512,4096,8192,32768,131072 as far as the model goes)\n"
     "  --arms A,B             two of: split, unsplit (default), core, tensor (attention kernels; auto means split),\n"
     "                         cache-band:context, cache-band:none\n"
     "  --steps N              timed steps of a block (default 16)\n"
@@ -134,23 +134,26 @@ static K3Status parse_options(int argc, char **argv, Run *run, int *help)
                                         {"help", no_argument, 0, 'h'},
                                         {0, 0, 0, 0}};
   SweepOptions *options = &run->options;
-  *options = (SweepOptions){.contexts = "128,512,4096,8192,32768,131072",
-                            .arms = "split,unsplit",
+  *options = (SweepOptions){.arms = "split,unsplit",
                             .steps = 16,
                             .repeats = 5,
                             .session = K3_SESSION_DEFAULTS};
   K3_TRY(k3_parse_model_command("sweep", argc, argv, names, parse_option, options, &options->model, help));
   if (*help) return K3_OK;
-  K3_TRY(k3_parse_contexts(run->options.contexts, MAX_CONTEXTS, run->context, &run->contexts));
+  const char *contexts = options->contexts ? options->contexts : "128,512,4096,8192,32768,131072";
+  K3_TRY(k3_parse_contexts(contexts, MAX_CONTEXTS, run->context, &run->contexts));
   K3_TRY(parse_arms(run));
   return k3_session_check(&options->session, run->comm);
 }
 
 /* --- stages ------------------------------------------------------------------------------------------ */
 
-static K3Status check_contexts(const Run *run)
+static K3Status check_contexts(Run *run)
 {
   const K3Config *config = &run->source->config;
+  while (!run->options.contexts && run->contexts > 1 &&
+         k3_sweep_capacity(run->context[run->contexts - 1], run->options.steps) > config->max_context)
+    run->contexts--;
   for (int64_t c = 0; c < run->contexts; c++) {
     int64_t needed = k3_sweep_capacity(run->context[c], run->options.steps);
     if (needed > config->max_context)
