@@ -257,8 +257,10 @@ int64_t k3_import_find_not_finite(K3Type type, const uint8_t *data, int64_t coun
 
 void k3_import_narrow(K3Type type, const float *values, int64_t count, uint8_t *out)
 {
-  if (type == K3_TYPE_F32) memcpy(out, values, (size_t)count * 4);
-  if (type == K3_TYPE_F32) return;
+  if (type == K3_TYPE_F32) {
+    memcpy(out, values, (size_t)count * 4);
+    return;
+  }
   for (int64_t i = 0; i < count; i++) {
     uint16_t half = type == K3_TYPE_BF16 ? k3_bf16_from_float(values[i]) : k3_f16_from_float(values[i]);
     memcpy(out + 2 * i, &half, 2);
