@@ -4,13 +4,14 @@
 #
 #   jobs/gpu_check.sh [SECTION…]     kernels tiny shapes formats gguf k3 ranks snapshot guard sanitize slice; all of them without arguments
 #
-# Environment: K3DECODE the program (default: builds it into build-gpu); K3MPIRUN what starts ranks (mpirun --oversubscribe);
-# OUT a folder for logs (default: output/gpu_check); K3_SLICE the model of the slice section.
+# Environment: K3DECODE the program, with tests/kernel_check beside it for the first section (default: builds both into build-gpu);
+# K3MPIRUN what starts ranks (mpirun --oversubscribe); OUT a folder for logs (default: output/gpu_check); K3_SLICE the model of the slice section.
 # shellcheck disable=SC2086,SC2046 # lists of words are split on purpose
 set -u
 
 check=gpu_check all='kernels tiny shapes formats gguf k3 ranks snapshot guard sanitize slice'
 sections=${*:-$all}
+case " $sections " in *' kernels '*) build_programs=tests/kernel_check ;; esac
 # shellcheck source=jobs/check_lib.sh
 . "$(dirname "$0")/check_lib.sh"
 slice_model=${K3_SLICE:-synth:k3:experts=iq1_s}
@@ -29,10 +30,11 @@ four_ways() {
   same "$name int16 eager = graph" "$name-int16" "$name-int16e" $equal
 }
 
-if wanted kernels && [ -x tests/kernel_check.sh ]; then
+if wanted kernels; then
   note kernels
-  timeout 160 sh tests/kernel_check.sh >"$out/kernels.log" 2>&1
-  case $? in 0) row kernels ok "$(tail -n 1 "$out/kernels.log")" ;; 77) row kernels skip '' ;; *) row kernels FAIL "$(tail -n 1 "$out/kernels.log")" ;; esac
+  verdict=FAIL
+  timeout 160 "$(dirname "$K3DECODE")/tests/kernel_check" >"$out/kernels.log" 2>&1 && verdict=ok
+  row kernels $verdict "$(tail -n 1 "$out/kernels.log")"
 fi
 
 prompt='--prompt 3,1,4,1,5 --steps 12'
