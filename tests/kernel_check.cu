@@ -12,8 +12,6 @@
 #include "kernels/norm.h"
 #include "tests/kernel_device.h"
 
-__attribute__((weak)) void k3_check_attention(K3Table *, const char *) {}
-
 int8_t ref_grid[K3_CODEBOOK_ENTRIES][8];
 uint32_t *d_codebook, *d_books[K3_CODEBOOK_COUNT];
 uint32_t ref_books[K3_CODEBOOK_COUNT][K3_CODEBOOK_MOST_WORDS + 256];

@@ -21,7 +21,7 @@ typedef struct {
   int pdl;
 } K3Table;
 
-/* The attention families' rows; in kernel_check_attention.cu (weak in kernel_check.cu). `words`: which, "" for all. */
+/* The attention families' rows; in kernel_check_attention.cu. `words`: which, "" for all. */
 void k3_check_attention(K3Table *table, const char *words);
 
 #define K3_CHECK_CUDA(call)                                                                              \
