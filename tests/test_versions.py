@@ -10,7 +10,7 @@ import pytest
 import harness
 from harness import k3, needs_mpirun
 
-CC = shutil.which(os.environ.get("CC", "").split()[0] if os.environ.get("CC", "").strip() else "cc")
+CC = os.environ.get("CC", "").split() or ["cc"]           # "ccache gcc" is two words
 NM, READELF = shutil.which("nm"), shutil.which("readelf")
 ROW = re.compile(r"^  (HDF5|MPI|CUDA|NCCL) +(none: .*|.*?  +(.*))$", re.M)
 
@@ -38,7 +38,7 @@ def numbers(text):
 
 @pytest.fixture(scope="module")
 def tools():
-    if not (CC and NM and READELF):
+    if not (shutil.which(CC[0]) and NM and READELF):
         pytest.skip("needs a C compiler, nm and readelf (Debian: gcc, binutils), to make stub libraries")
     if "libasan" in output_of(READELF, "-d", harness.K3DECODE):
         pytest.skip("a build with sanitizers wants their library first, and all of HDF5's functions")
@@ -60,7 +60,7 @@ def stub(tools, tmp_path):
         source.write_text("\n".join([body, *(f"char {symbol}[512];" for symbol in symbols if f" {symbol}(" not in body), ""]))
         script.write_text("".join(f"{node} {{ global: {' '.join(s + ';' for s in symbols if symbols[s] == node)} }};\n"
                                   for node in set(symbols.values()) - {""}) or "{ global: *; };\n")
-        subprocess.run([CC, "-shared", "-fPIC", "-w", f"-Wl,-soname,{sonames[0]}", f"-Wl,--version-script={script}",
+        subprocess.run([*CC, "-shared", "-fPIC", "-w", f"-Wl,-soname,{sonames[0]}", f"-Wl,--version-script={script}",
                         "-o", tmp_path / sonames[0], source], check=True, timeout=60)
         path = os.environ.get("LD_LIBRARY_PATH")
         return {"LD_LIBRARY_PATH": f"{tmp_path}:{path}" if path else str(tmp_path)}
