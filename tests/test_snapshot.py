@@ -413,18 +413,27 @@ def test_unwritable_folder(tmp_path):
 
 
 def test_disk_full(tmp_path):
-    """The state does not fit: refused, and the snapshot that was there stays."""
+    """The state will not fit: refused before the decode. The disk fills up meanwhile: the steps are kept, and the snapshot that was there."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=900k", "none", disk], capture_output=True).returncode:
+    if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "none", disk], capture_output=True).returncode:
         pytest.skip("needs root and mount, for a small tmpfs")
     try:
         path = disk / "s.h5"
         k3("run", MODEL, "--prompt", "1,2", "--steps", 2, "--snapshot", path)
         before = path.read_bytes()
-        result = snapshot_refused(path, "--overwrite", "--context", 700, "--output", tmp_path / "run.h5", phrases=["no room"], ranks=2)
-        assert path.read_bytes() == before and os.listdir(disk) == ["s.h5"], result
-        assert ending(tmp_path / "run.h5") == "done"          # the steps are kept
+        run = tmp_path / "run.h5"
+        result = snapshot_refused(path, "--overwrite", "--context", 9000, "--output", run, phrases=["too full: the snapshot has up to"], ranks=2)
+        assert path.read_bytes() == before and os.listdir(disk) == ["s.h5"] and not run.exists() and not result.out, result
+        job = start("run", MODEL, "--prompt", "1,2", "--steps", 300, "--snapshot", path, "--overwrite", "--output", run, ranks=2)
+        while not run.exists():
+            assert job.process.poll() is None
+            time.sleep(0.01)
+        (disk / "filler").write_bytes(bytes(os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize - 16384))
+        result = job.finish()
+        assert result.status == 3 and "no room for" in result.err, result
+        assert path.read_bytes() == before and sorted(os.listdir(disk)) == ["filler", "s.h5"], result
+        assert ending(run) == "done"                             # the steps are kept
     finally:
         subprocess.run(["umount", disk], check=True)
 
@@ -434,7 +443,7 @@ def test_limit_on_file_size(tmp_path):
                           "--snapshot", tmp_path / "s.h5"], capture_output=True,     # 38 MB; MPI's own files take some MB
                          preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 24, 1 << 24)),
                          text=True, env={**harness.SETTINGS, **os.environ})
-    assert job.returncode == 3 and "no room" in job.stderr and "ulimit -f" in job.stderr, job.stderr
+    assert job.returncode == 3 and "the snapshot has up to" in job.stderr and "ulimit -f" in job.stderr, job.stderr
     assert not os.listdir(tmp_path)
 
 

@@ -1,6 +1,7 @@
 /* See resume.h. Layer: commands. */
 #include "commands/resume.h"
 
+#include <limits.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -8,6 +9,7 @@
 #include <unistd.h>
 
 #include "config.h"
+#include "store/disk_space.h"
 #include "store/partial_file.h"
 
 K3Status k3_resume_check(const K3ResumeOptions *options, const K3SessionOptions *session, int64_t context,
@@ -128,6 +130,20 @@ K3Status k3_resume_check_target(const K3Resume *resume, const K3ResumeOptions *o
   if (k3_session_same_file(model, resume->to))
     K3_FAIL(K3_ERR_INPUT, "%s: the snapshot would replace the model itself; choose another file", resume->to);
   return k3_partial_check(resume->to, overwrite || options->proceed != NULL, K3_SNAPSHOT_FORMAT, "snapshot");
+}
+
+K3Status k3_resume_check_room(const K3Resume *resume, const K3StateOwner *owner, int64_t positions)
+{
+  char partial[PATH_MAX];
+  if (!resume->to) return K3_OK;
+  snprintf(partial, sizeof partial, "%s.partial", resume->to);
+  K3_TRY(k3_partial_remove_leftover(partial)); /* it takes room */
+  K3SnapshotInfo info = {.config = *owner->config,
+                         .first_context = resume->first_context,
+                         .fed = positions - resume->first_context,
+                         .token_count = resume->count + resume->steps};
+  snprintf(info.cache_type, sizeof info.cache_type, "%s", k3_cache_type_names[owner->backend->cache_type]);
+  return k3_disk_space_check(resume->to, "snapshot", k3_snapshot_bytes(&info), "choose another place for it");
 }
 
 int64_t k3_resume_position(const K3Resume *resume) { return resume->first_context + resume->fed; }

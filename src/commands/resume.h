@@ -49,6 +49,9 @@ int k3_resume_is_done(const K3Resume *resume);
 K3Status k3_resume_check_target(const K3Resume *resume, const K3ResumeOptions *options, int overwrite,
                                 const char *model);
 
+/* The same: is there room for the snapshot at the end of the run, when so many positions are cached? Errors: K3_ERR_INPUT. */
+K3Status k3_resume_check_room(const K3Resume *resume, const K3StateOwner *owner, int64_t positions);
+
 /* Positions cached when the run begins. */
 int64_t k3_resume_position(const K3Resume *resume);
 

@@ -245,6 +245,10 @@ static K3Status open_backend(Run *run)
     run->backend_options.cache_type = k3_state_cache_type(run->resume.snapshot);
   K3_TRY(k3_session_open_backend(&options->session, run->comm, run->ranks, run->source, &run->plan,
                                  &run->backend_options, &run->backend));
+  K3StateOwner owner = owner_of(run);
+  K3Status status =
+      run->comm->rank == 0 ? k3_resume_check_room(&run->resume, &owner, run->backend_options.capacity) : K3_OK;
+  K3_TRY(k3_comm_agree(run->comm, status));
   if (!run->resume.from) return K3_OK;
   return k3_comm_agree(run->comm, k3_state_check_type(run->resume.snapshot, run->resume.from, run->backend->cache_type));
 }

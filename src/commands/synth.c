@@ -149,7 +149,7 @@ static K3Status write_model(const Options *options)
   struct sigaction before[K3_STOP_SIGNALS];
   k3_stop_catch(before);
   K3_TRY_DONE(k3_synth_source_open(options->recipe, &source));
-  K3_TRY_DONE(k3_disk_space_check(options->output, k3_model_writer_room(&source->table, source->types),
+  K3_TRY_DONE(k3_disk_space_check(options->output, "model file", k3_model_writer_room(&source->table, source->types),
                                   "choose another output or a smaller recipe"));
   buffer = malloc(buffer_bytes(source));
   if (!buffer) K3_FAIL_DONE(K3_ERR_INPUT, "synth: no memory for %zu bytes", buffer_bytes(source));

@@ -418,7 +418,7 @@ K3Status k3_model_writer_create_all(const char *path, const K3Config *config, co
   }
   k3_status_clear();                    /* nothing to go on with is no failure */
   K3_TRY_DONE(remove_leftover(writer)); /* before its room is counted */
-  K3_TRY_DONE(k3_disk_space_check(path, k3_model_writer_room(table, types), "choose another output"));
+  K3_TRY_DONE(k3_disk_space_check(path, "model file", k3_model_writer_room(table, types), "choose another output"));
   K3_TRY_DONE(create_file(writer, provenance));
   for (int64_t i = 0; i < table->count; i++) K3_TRY_DONE(k3_model_writer_tensor(writer, &table->specs[i], types[i]));
   K3_TRY_DONE(flush(writer));

@@ -115,7 +115,7 @@ static K3Status put_part(K3SnapshotWriter *writer, K3StatePart part)
   return k3_hdf5_put_text(path, writer->part[part], "axes", axes[part]);
 }
 
-static int64_t all_bytes(const K3SnapshotInfo *info)
+int64_t k3_snapshot_bytes(const K3SnapshotInfo *info)
 {
   int64_t bytes = METADATA_BYTES + info->token_count * 8;
   for (int part = 0; part < K3_STATE_PARTS; part++) {
@@ -139,7 +139,7 @@ static K3Status create(K3SnapshotWriter *writer, const int64_t *tokens)
   }
   K3_TRY_DONE(k3_partial_create(writer->partial, creation, &writer->file));
   writer->exists = 1;
-  K3_TRY_DONE(k3_partial_reserve(writer->partial, k3_partial_descriptor(writer->file), all_bytes(&writer->info)));
+  K3_TRY_DONE(k3_partial_reserve(writer->partial, k3_partial_descriptor(writer->file), k3_snapshot_bytes(&writer->info)));
   K3_TRY_DONE(put_description(writer, tokens));
   for (int part = 0; part < K3_STATE_PARTS; part++) K3_TRY_DONE(put_part(writer, part));
 done:

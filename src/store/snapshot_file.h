@@ -33,6 +33,9 @@ int64_t k3_snapshot_position(const K3SnapshotInfo *info);
 /* Bytes of a number of the cache: 4 or 2; 0 for an unknown type. */
 int64_t k3_snapshot_cache_bytes(const char *cache_type);
 
+/* Bytes that a snapshot has at most; of info: config, cache_type, first_context, fed, token_count. */
+int64_t k3_snapshot_bytes(const K3SnapshotInfo *info);
+
 /* --- writing (rank 0) --- */
 
 typedef struct K3SnapshotWriter K3SnapshotWriter;
