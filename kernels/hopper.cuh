@@ -343,6 +343,12 @@ static __device__ __forceinline__ void load_matrices(uint32_t *to, uint32_t row)
                : "memory");
 }
 
+/* Two, transposed: row i % 8 of matrix i / 8 becomes its column. */
+static __device__ __forceinline__ void store_transposed(uint32_t row, uint32_t a, uint32_t b)
+{
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(row), "r"(a), "r"(b) : "memory");
+}
+
 static __device__ __forceinline__ void store_matrices(uint32_t row, uint32_t a, uint32_t b, uint32_t c, uint32_t d)
 {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(a), "r"(b), "r"(c), "r"(d)

@@ -2,7 +2,7 @@
  * Twins: k3_host_mla_merge, and W_v with the gate of the host's MLA layer.
  *
  * combine  Grid heads × ceil(C / 128); 256 threads: 8 parts at a time, 4 columns a thread.
- *          Reads parts · heads · C · 4 bytes once (96 heads, 64 slices: 12.6 MB, from L2). Bound: L2.
+ *          Reads parts · heads · C numbers once (96 heads, 64 slices, 16 bit: 6.3 MB, from L2). Bound: latency.
  * merge    Grid heads clusters of 8 blocks: a block merges C/8 columns over all parts, gives them to the cluster, then
  *          multiplies v/8 rows of W_v. Reads the parts once, the v rows of kv_b once. Bound: latency.
  * Nothing here is sized by the number of parts. */
@@ -43,28 +43,60 @@ __device__ __forceinline__ void head_totals(const K3CudaPartials &in, int64_t he
   *L = warp_sum(sum * exp2f(top - *M));
 }
 
+/* Four neighbours of acc as stored; loading stands apart from decoding, so that loads go out together. */
+template <K3CudaCacheType TYPE>
+struct Columns {
+  uint32_t word[TYPE == K3_CACHE_F32 ? 4 : 2];
+
+  __device__ __forceinline__ void load(const void *acc, int64_t at, bool there)
+  {
+    if constexpr (TYPE == K3_CACHE_F32) {
+      const uint4 p = there ? __ldcg((const uint4 *)((const float *)acc + at)) : make_uint4(0, 0, 0, 0);
+      word[0] = p.x, word[1] = p.y, word[2] = p.z, word[3] = p.w;
+    } else {
+      const uint2 p = there ? __ldcg((const uint2 *)((const uint16_t *)acc + at)) : make_uint2(0, 0);
+      word[0] = p.x, word[1] = p.y;
+    }
+  }
+
+  __device__ __forceinline__ float4 decode() const
+  {
+    if constexpr (TYPE == K3_CACHE_F32) {
+      return make_float4(__uint_as_float(word[0]), __uint_as_float(word[1]), __uint_as_float(word[2]), __uint_as_float(word[3]));
+    } else if constexpr (TYPE == K3_CACHE_BF16) {
+      return make_float4(bf16_value(word[0] & 0xffffu), __uint_as_float(word[0] & 0xffff0000u), bf16_value(word[1] & 0xffffu),
+                         __uint_as_float(word[1] & 0xffff0000u));
+    } else {
+      const float2 low = __half22float2(*(const __half2 *)&word[0]), high = __half22float2(*(const __half2 *)&word[1]);
+      return make_float4(low.x, low.y, high.x, high.y);
+    }
+  }
+};
+
 /* Σ over parts first, first + step, … of acc · 2^(m - M), four columns. AHEAD loads at a time; the first AHEAD need no M
  * and are issued before it is known. */
-template <int AHEAD>
+template <K3CudaCacheType TYPE, int AHEAD>
 __device__ __forceinline__ float4 merge_columns(const K3CudaPartials &in, int64_t head, int64_t offset, bool mine,
                                                 int64_t first, int64_t step, float *M, float *L)
 {
-  float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f), a[AHEAD];
+  float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  Columns<TYPE> stored[AHEAD];
   float m[AHEAD];
-  const float *acc = in.acc + offset, *ms = in.m + head * in.head_stride;
+  const float *ms = in.m + head * in.head_stride;
   const int64_t end = mine ? in.parts : 0;
   for (int64_t p0 = first;; p0 += step * AHEAD) {
 #pragma unroll
     for (int i = 0; i < AHEAD; i++) {
       const int64_t p = p0 + i * step;
-      a[i] = p < end ? __ldcg((const float4 *)(acc + p * in.acc_stride)) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      stored[i].load(in.acc, offset + p * in.acc_stride, p < end);
       m[i] = p < end ? __ldcg(ms + p * in.part_stride) : K3_CUDA_EMPTY_M;
     }
     if (p0 == first) head_totals(in, head, M, L);
 #pragma unroll
     for (int i = 0; i < AHEAD; i++) {
       const float w = exp2f(m[i] - *M);
-      sum.x += a[i].x * w, sum.y += a[i].y * w, sum.z += a[i].z * w, sum.w += a[i].w * w;
+      const float4 a = stored[i].decode();
+      sum.x += a.x * w, sum.y += a.y * w, sum.z += a.z * w, sum.w += a.w * w;
     }
     if (p0 + step * AHEAD >= in.parts) return sum;
   }
@@ -72,6 +104,7 @@ __device__ __forceinline__ float4 merge_columns(const K3CudaPartials &in, int64_
 
 constexpr int COMBINE_COLS = 128;
 
+template <K3CudaCacheType TYPE>
 __global__ void __launch_bounds__(BLOCK) mla_combine_kernel(const K3CudaMlaCombine a)
 {
   __shared__ float4 partial[WARPS][32];
@@ -80,7 +113,7 @@ __global__ void __launch_bounds__(BLOCK) mla_combine_kernel(const K3CudaMlaCombi
   const int64_t col = blockIdx.x % tiles * COMBINE_COLS + 4 * lane;
   float M, L;
   k3_wait();
-  float4 sum = merge_columns<8>(a.in, head, head * a.latent + col, col < a.latent, warp, WARPS, &M, &L);
+  float4 sum = merge_columns<TYPE, 8>(a.in, head, head * a.latent + col, col < a.latent, warp, WARPS, &M, &L);
   partial[warp][lane] = sum;
   __syncthreads();
   if (warp != 0) return;
@@ -115,6 +148,7 @@ __device__ __forceinline__ void load_rows(const K3CudaMlaMerge &a, int64_t top, 
     for (int i = 0; i < 2; i++) stored[r][i].decode(w[r][i]);
 }
 
+template <K3CudaCacheType TYPE>
 __global__ void __launch_bounds__(BLOCK) mla_merge_kernel(const K3CudaMlaMerge a)
 {
   __shared__ __align__(16) float merged[MAX_LATENT]; /* the head's Σ softmax · c */
@@ -146,8 +180,8 @@ __global__ void __launch_bounds__(BLOCK) mla_merge_kernel(const K3CudaMlaMerge a
   for (int64_t base = col_begin; base < col_end; base += 4 * GROUPS) {
     const int group = threadIdx.x % GROUPS;
     const int64_t col = base + 4 * group;
-    float4 sum = merge_columns<8>(a.in, head, head * a.latent + col, col < col_end, threadIdx.x / GROUPS, BLOCK / GROUPS,
-                                  &M, &L);
+    float4 sum = merge_columns<TYPE, 8>(a.in, head, head * a.latent + col, col < col_end, threadIdx.x / GROUPS, BLOCK / GROUPS,
+                                        &M, &L);
     sum.x += __shfl_xor_sync(~0u, sum.x, 16), sum.y += __shfl_xor_sync(~0u, sum.y, 16);
     sum.z += __shfl_xor_sync(~0u, sum.z, 16), sum.w += __shfl_xor_sync(~0u, sum.w, 16);
     if (lane < GROUPS) partial[warp][lane] = sum;
@@ -214,6 +248,11 @@ K3Status check_partials(const char *name, const K3CudaPartials *in, int64_t head
   return K3_OK;
 }
 
+#define K3_KERNEL_OF(kernel, type)                                 \
+  ((type) == K3_CACHE_F32    ? (const void *)kernel<K3_CACHE_F32>  \
+   : (type) == K3_CACHE_BF16 ? (const void *)kernel<K3_CACHE_BF16> \
+                             : (const void *)kernel<K3_CACHE_F16>)
+
 } // namespace
 
 K3Status k3_cuda_mla_combine(const K3CudaLaunch *launch, const K3CudaMlaCombine *a)
@@ -221,7 +260,7 @@ K3Status k3_cuda_mla_combine(const K3CudaLaunch *launch, const K3CudaMlaCombine 
   K3_TRY(check_partials("mla_combine", &a->in, a->heads, a->latent));
   const int64_t tiles = (a->latent + COMBINE_COLS - 1) / COMBINE_COLS;
   void *parameters[] = {const_cast<K3CudaMlaCombine *>(a)};
-  return k3_cuda_launch_kernel(launch, "mla_combine_kernel", (const void *)mla_combine_kernel,
+  return k3_cuda_launch_kernel(launch, "mla_combine_kernel", K3_KERNEL_OF(mla_combine_kernel, a->in.type),
                                (unsigned)(a->heads * tiles), BLOCK, 1, 0, parameters);
 }
 
@@ -239,6 +278,6 @@ K3Status k3_cuda_mla_merge(const K3CudaLaunch *launch, const K3CudaMlaMerge *a)
   if (a->out.codes && a->v_dim % 32 != 0)
     K3_FAIL(K3_ERR_INPUT, "mla_merge: quantised output needs v_head_dim a multiple of 32, got %lld", (long long)a->v_dim);
   void *parameters[] = {const_cast<K3CudaMlaMerge *>(a)};
-  return k3_cuda_launch_kernel(launch, "mla_merge_kernel", (const void *)mla_merge_kernel, (unsigned)(a->heads * CLUSTER),
-                               BLOCK, CLUSTER, 0, parameters);
+  return k3_cuda_launch_kernel(launch, "mla_merge_kernel", K3_KERNEL_OF(mla_merge_kernel, a->in.type),
+                               (unsigned)(a->heads * CLUSTER), BLOCK, CLUSTER, 0, parameters);
 }

@@ -228,7 +228,7 @@ K3Status k3_cuda_mla_slice(const K3CudaLaunch *launch, const K3CudaMlaSlice *s)
   arguments.cache = s->cache;
   arguments.rows = s->rows;
   arguments.scale_log2 = (float)(s->scale * 1.4426950408889634);
-  arguments.acc = s->acc, arguments.m = s->m, arguments.l = s->l;
+  arguments.acc = (float *)s->acc, arguments.m = s->m, arguments.l = s->l;
   if (arguments.passes * s->slices > INT32_MAX)
     K3_FAIL(K3_ERR_INPUT, "mla_slice: %lld slices are too many for a grid", (long long)s->slices);
   void *parameters[] = {&arguments};

@@ -32,12 +32,11 @@ constexpr int CHUNK_BYTES = TILE * CHUNK_COLS * 2;
 constexpr int STAGE_CHUNKS = 2, STAGES = 4, STAGE_BYTES = STAGE_CHUNKS * CHUNK_BYTES, BUFFER_BYTES = STAGES * STAGE_BYTES;
 constexpr int BUFFERS = 3, ROPE_BUFFERS = 2;
 constexpr int QUERY_BUFFER = BUFFERS - 1;                 /* where the queries arrive */
-constexpr int OUT_COLS = 32;                              /* columns of a box of the result, 128 bytes */
 constexpr int BLOCK = 512;
 /* Registers a thread, 65,536 in all. */
 constexpr int SCORE_REGISTERS = 224, SUM_REGISTERS = 128, COPY_REGISTERS = 32;
 static_assert((SCORE_REGISTERS + 2 * SUM_REGISTERS + COPY_REGISTERS) * 128 == 65536, "registers of a multiprocessor");
-enum { SYNC_SCORES = 1, SYNC_SUMS = 2 /* and 3 */, SYNC_BOTH_SUMS = 4 };
+enum { SYNC_SCORES = 1, SYNC_SUMS = 2 /* and 3 */ };
 static_assert(TILE == 64 && BUFFERS * STAGES * STAGE_CHUNKS * CHUNK_COLS == BUFFERS * LATENT, "a buffer holds a tile's values");
 
 template <int N>
@@ -47,14 +46,16 @@ struct Shared { /* byte offsets; swizzle atoms want multiples of 1,024 */
   static constexpr int QUERY_ROPE = ROPES + ROPE_BUFFERS * CHUNK_BYTES; /* stays; as 64 heads it runs into what follows */
   static constexpr int WEIGHTS = QUERY_ROPE + QUERY_CHUNK; /* two of [N, rounded up to 16][64] */
   static constexpr int WEIGHTS_BYTES = (N + 15) / 16 * 16 * TILE * 2;
-  static constexpr int RESCALE = WEIGHTS + 2 * WEIGHTS_BYTES; /* two of f32 [64] */
-  static constexpr int FULL = RESCALE + 2 * 64 * 4, EMPTY = FULL + 8 * BUFFERS * STAGES;
+  static constexpr int RESCALE = WEIGHTS + 2 * WEIGHTS_BYTES; /* two of f32 [64]; then 1 / l of the slice [N] */
+  static constexpr int INVERSE = RESCALE + 2 * 64 * 4;
+  static constexpr int FULL = INVERSE + N * 4, EMPTY = FULL + 8 * BUFFERS * STAGES;
   static constexpr int ROPE_FULL = EMPTY + 8 * BUFFERS * STAGES, ROPE_EMPTY = ROPE_FULL + 8 * ROPE_BUFFERS;
   static constexpr int WEIGHTS_FULL = ROPE_EMPTY + 8 * ROPE_BUFFERS, WEIGHTS_EMPTY = WEIGHTS_FULL + 16;
-  static constexpr int USED = WEIGHTS_EMPTY + 16, READ = QUERY_ROPE + 64 * 128;
+  static constexpr int INVERSE_FULL = WEIGHTS_EMPTY + 16;
+  static constexpr int USED = INVERSE_FULL + 8, READ = QUERY_ROPE + 64 * 128;
   static constexpr int BYTES = USED > READ ? USED : READ;
-  static constexpr int OUT_BOX = N * OUT_COLS * 4;
-  static_assert(ROPE_CHUNK * QUERY_CHUNK <= BUFFER_BYTES && LATENT / 2 / OUT_COLS * OUT_BOX <= BUFFER_BYTES, "they fit a buffer");
+  static constexpr int OUT_BOX = N * CHUNK_COLS * 2;
+  static_assert(ROPE_CHUNK * QUERY_CHUNK <= BUFFER_BYTES && STAGE_CHUNKS * OUT_BOX <= STAGE_BYTES, "they fit");
   static_assert(QUERY_CHUNK % 1024 == 0 && WEIGHTS_BYTES % 1024 == 0 && OUT_BOX % 1024 == 0, "swizzle atoms");
   static_assert(BYTES <= 227 * 1024, "shared memory of a block");
 };
@@ -66,7 +67,8 @@ struct TensorArguments {
   int64_t slices;
   const int64_t *rows;
   float scale_log2;
-  float *acc, *m, *l;
+  uint16_t *acc;
+  float *m, *l;
   int pair; /* 1: clusters of two passes, each block copies every other stage to both */
 };
 
@@ -365,35 +367,37 @@ __device__ void score_tiles(const TensorArguments &a, const Slice &slice, uint32
     scores.template start<false>(tile + 2, even, odd);
   }
 
+  /* 3. acc is stored divided by l, and the partial (m, l, acc) is then (m + log2 l, 1, acc / l) */
+  const float sum[2] = {quad_sum(scores.l[0]), quad_sum(scores.l[1])};
+#pragma unroll
+  for (int h = 0; h < 2; h++)
+    if (lane % 4 == 0 && 16 * warp + lane / 4 + 8 * h < N)
+      store_shared(base + L::INVERSE + (16 * warp + lane / 4 + 8 * h) * 4, 1.0f / sum[h]);
+  barrier_arrive(base + L::INVERSE_FULL);
 #pragma unroll
   for (int h = 0; h < 2; h++) {
-    const float sum = quad_sum(scores.l[h]);
     const int head = 16 * warp + lane / 4 + 8 * h;
     if (lane % 4 != 0 || head >= N || pass * N + head >= a.heads) continue;
     const int64_t at = (int64_t)(pass * N + head) * a.slices + slice_index;
-    a.m[at] = scores.m[h], a.l[at] = sum;
+    a.m[at] = scores.m[h] + log2f(sum[h]), a.l[at] = 1.0f;
   }
 }
 
-/* 64 columns × N heads of sums, as products hold them, to global memory by way of 2 boxes of shared memory. */
-template <int N, int warpgroup>
-__device__ __forceinline__ void put_chunk(const TensorArguments &a, const float *acc, uint32_t to, int col, int head,
-                                          int slice, int thread)
+/* 64 columns × N heads of sums, as products hold them, times 1 / l, to global memory by way of a box of shared memory. */
+template <int N, bool F16, int warpgroup>
+__device__ __forceinline__ void put_chunk(const TensorArguments &a, const float *acc, const float2 *inverse, uint32_t to, int col,
+                                          int head, int slice, int thread)
 {
-  using L = Shared<N>;
   const int warp = thread / 32, lane = thread % 32;
+  const uint32_t row = to + lane % 8 * 128 + (((2 * warp + lane / 8 % 2) ^ (lane % 8)) * 16); /* a head; 8 columns */
 #pragma unroll
-  for (int i = 0; i < 4; i++) { /* head 8 j + h, column c */
-    const int h = 2 * (lane % 4) + i % 2, c = 16 * (warp % 2) + lane / 4 + 8 * (i / 2);
-    const uint32_t at = to + warp / 2 * L::OUT_BOX + h * 128 + (((c / 4) ^ h) * 16) + c % 4 * 4;
-#pragma unroll
-    for (int j = 0; j < N / 8; j++) store_shared(at + j * 1024, acc[4 * j + i]);
-  }
+  for (int j = 0; j < N / 8; j++)
+    store_transposed(row + j * 1024, pack_pair<F16>(acc[4 * j] * inverse[j].x, acc[4 * j + 1] * inverse[j].y),
+                     pack_pair<F16>(acc[4 * j + 2] * inverse[j].x, acc[4 * j + 3] * inverse[j].y));
   fence_async_shared();
   group_sync(SYNC_SUMS + warpgroup, 128);
   if (thread == 0) {
     copy_box_out(&a.out_map, to, col, head, slice);
-    copy_box_out(&a.out_map, to + L::OUT_BOX, col + OUT_COLS, head, slice);
     copy_out_commit();
   }
 }
@@ -454,15 +458,19 @@ __device__ void sum_tiles(const TensorArguments &a, const Slice &slice, uint32_t
     const bool filled_again = tile + BUFFERS < slice.tiles;
     if (filled_again) release(base + L::EMPTY + 8 * first, a.pair, lane);
     if (tile == slice.tiles - 1) {
-      /* 4. out, by way of a buffer of the ring that both warpgroups are done with; half of it before the last products are */
+      /* 4. out, by way of this warpgroup's stages of the tile before; half of it before the last products are done */
       k3_wait();
-      group_sync(SYNC_BOTH_SUMS, 256);
-      const uint32_t to = base + L::VALUES + (ring.buffer + 1 + warpgroup) % BUFFERS * BUFFER_BYTES;
+      barrier_wait(base + L::INVERSE_FULL, 0);
+      float2 inverse[N / 8];
+#pragma unroll
+      for (int j = 0; j < N / 8; j++) inverse[j] = load_shared(base + L::INVERSE + (8 * j + 2 * (lane % 4)) * 4);
+      group_sync(SYNC_SUMS + warpgroup, 128);
+      const uint32_t to = base + L::VALUES + (ring.buffer + BUFFERS - 1) % BUFFERS * BUFFER_BYTES + warpgroup * STAGE_BYTES;
 #pragma unroll
       for (int c = 0; c < 4; c++) {
         if (c == STAGE_CHUNKS) wgmma_wait<0>();
-        put_chunk<N, warpgroup>(a, acc[c], to + 2 * c * L::OUT_BOX, (4 * warpgroup + c) * CHUNK_COLS, pass * N, slice_index,
-                                thread);
+        put_chunk<N, F16, warpgroup>(a, acc[c], inverse, to + c / STAGE_CHUNKS * 2 * STAGE_BYTES + c % STAGE_CHUNKS * L::OUT_BOX,
+                                     (4 * warpgroup + c) * CHUNK_COLS, pass * N, slice_index, thread);
       }
       if (thread == 0) copy_out_finish();
     }
@@ -474,11 +482,11 @@ __device__ void sum_tiles(const TensorArguments &a, const Slice &slice, uint32_t
 }
 
 /* No rows: l = 0, m = -1e30, acc = 0. */
-__device__ void empty_slice(const TensorArguments &a, float *acc, int first_head, int heads, int64_t slice_index)
+__device__ void empty_slice(const TensorArguments &a, int first_head, int heads, int64_t slice_index)
 {
-  acc += (slice_index * a.heads + first_head) * LATENT;
+  uint16_t *acc = a.acc + (slice_index * a.heads + first_head) * LATENT;
   k3_wait();
-  for (int i = threadIdx.x; i < heads * LATENT; i += BLOCK) acc[i] = 0.0f;
+  for (int i = threadIdx.x; i < heads * LATENT; i += BLOCK) acc[i] = 0;
   for (int i = threadIdx.x; i < heads; i += BLOCK) {
     a.m[(first_head + i) * a.slices + slice_index] = K3_CUDA_EMPTY_M;
     a.l[(first_head + i) * a.slices + slice_index] = 0.0f;
@@ -510,6 +518,7 @@ __global__ void __launch_bounds__(BLOCK, 1) mla_tensor_kernel(const __grid_const
       barrier_init(base + L::WEIGHTS_FULL + 8 * i, 128);
       barrier_init(base + L::WEIGHTS_EMPTY + 8 * i, 8);
     }
+    barrier_init(base + L::INVERSE_FULL, 128);
     barrier_init_fence();
   }
   if (a.pair) cluster_arrive();
@@ -518,7 +527,7 @@ __global__ void __launch_bounds__(BLOCK, 1) mla_tensor_kernel(const __grid_const
   const Slice slice = {(int)begin, (int)(rows - begin), (int)((end - begin + TILE - 1) / TILE)};
   if (slice.tiles == 0) { /* both blocks of a pair take this way */
     if (a.pair) cluster_wait();
-    empty_slice(a, a.acc, pass * N, min(N, a.heads - pass * N), slice_index);
+    empty_slice(a, pass * N, min(N, a.heads - pass * N), slice_index);
     return;
   }
   if (a.pair)
@@ -573,10 +582,15 @@ K3Status make_map(CUtensorMap *map, const Box &b)
   return K3_OK;
 }
 
+CUtensorMapDataType map_type(K3CudaCacheType type)
+{
+  return type == K3_CACHE_F16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+}
+
 /* 16-bit rows of C + R, cut into chunks of columns: shared memory holds chunk after chunk. */
 Box box_of_rows(K3CudaCacheType type, const void *memory, int64_t rows, int64_t box_rows, int box_chunks)
 {
-  return Box{type == K3_CACHE_F16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+  return Box{map_type(type),
              memory,
              {CHUNK_COLS, (cuuint64_t)rows, CHUNKS},
              {(LATENT + ROPE) * 2, CHUNK_COLS * 2},
@@ -639,12 +653,12 @@ K3Status k3_cuda_mla_tensor(const K3CudaLaunch *launch, const K3CudaMlaSlice *s)
   memset(&arguments, 0, sizeof arguments);
   K3_TRY(make_map(&arguments.values_map, box_of_rows(s->cache_type, s->cache, s->capacity, TILE, STAGE_CHUNKS)));
   K3_TRY(make_map(&arguments.rope_map, box_of_rows(s->cache_type, s->cache, s->capacity, TILE, 1)));
-  const cuuint64_t head_bytes = LATENT * sizeof(float);
-  K3_TRY(make_map(&arguments.out_map, Box{CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
+  const cuuint64_t head_bytes = LATENT * 2;
+  K3_TRY(make_map(&arguments.out_map, Box{map_type(s->cache_type),
                                           s->acc,
                                           {LATENT, (cuuint64_t)s->heads, (cuuint64_t)s->slices},
                                           {head_bytes, head_bytes * (cuuint64_t)s->heads},
-                                          {OUT_COLS, (cuuint32_t)s->heads_per_pass, 1}}));
+                                          {CHUNK_COLS, (cuuint32_t)s->heads_per_pass, 1}}));
   const int64_t passes = (s->heads + s->heads_per_pass - 1) / s->heads_per_pass;
   if (s->heads > INT32_MAX || passes * s->slices > INT32_MAX)
     K3_FAIL(K3_ERR_INPUT, "mla_tensor: %lld slices of %lld heads are too many for a grid", (long long)s->slices,
@@ -654,7 +668,7 @@ K3Status k3_cuda_mla_tensor(const K3CudaLaunch *launch, const K3CudaMlaSlice *s)
   arguments.rows = s->rows;
   arguments.scale_log2 = (float)(s->scale * 1.4426950408889634);
   arguments.query = (const char *)s->query;
-  arguments.acc = s->acc, arguments.m = s->m, arguments.l = s->l;
+  arguments.acc = (uint16_t *)s->acc, arguments.m = s->m, arguments.l = s->l;
   arguments.pair = passes % 2 == 0 && !s->apart;
   void *parameters[] = {&arguments};
   return k3_cuda_launch_kernel(launch, "mla_tensor_kernel", kernel, (unsigned)(passes * s->slices), BLOCK,

@@ -145,6 +145,7 @@ static K3Status attend_rows(K3Cuda *cuda, int64_t i, K3CudaPartials *parts)
   cuda->phase_bytes[cuda->phase] +=
       cuda->attention.rows * k3_config_cache_width(c) * k3_cuda_cache_element_bytes(cuda->cache_type);
   parts->acc = cuda->acc;
+  parts->type = k3_cuda_partial_type(cuda->tensor_cores, cuda->cache_type);
   parts->m = cuda->m;
   parts->l = cuda->l;
   parts->parts = a.slices;
@@ -168,6 +169,7 @@ static K3Status return_partials(K3Cuda *cuda, K3CudaPartials *parts)
   a.m = cuda->sum_m;
   a.l = cuda->sum_l;
   K3_TRY(k3_cuda_mla_combine(&cuda->launch, &a));
+  parts->type = K3_CACHE_F32;
   parts->acc_stride = own * C;
   parts->part_stride = own;
   parts->head_stride = 1;

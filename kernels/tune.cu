@@ -131,7 +131,7 @@ static K3Status launch_slices(K3Tuner *t, const K3AttentionTrial *trial, int64_t
   a.query = tensor ? t->query16.at : t->query.at;
   a.cache = (char *)t->cache.at + copy * cache_bytes(t, trial);
   a.cache_type = t->type, a.capacity = trial->rows, a.rows = t->rows;
-  a.acc = (float *)t->acc.at, a.m = (float *)t->ml.at, a.l = a.m + trial->heads * trial->slices;
+  a.acc = t->acc.at, a.m = (float *)t->ml.at, a.l = a.m + trial->heads * trial->slices;
   launch.use = use;
   return tensor ? k3_cuda_mla_tensor(&launch, &a) : k3_cuda_mla_slice(&launch, &a);
 }
@@ -141,7 +141,8 @@ static K3Status launch_merge(K3Tuner *t, const K3AttentionTrial *trial)
   K3CudaMlaCombine a;
   memset(&a, 0, sizeof a);
   a.heads = trial->heads, a.latent = t->latent;
-  a.in.acc = (float *)t->acc.at, a.in.m = (float *)t->ml.at, a.in.l = a.in.m + trial->heads * trial->slices;
+  a.in.acc = t->acc.at, a.in.type = k3_cuda_partial_type(trial->kernel == K3_ATTENTION_KERNEL_TENSOR, t->type);
+  a.in.m = (float *)t->ml.at, a.in.l = a.in.m + trial->heads * trial->slices;
   a.in.parts = trial->slices, a.in.acc_stride = trial->heads * t->latent, a.in.part_stride = 1,
   a.in.head_stride = trial->slices;
   a.acc = (float *)t->sum_acc.at, a.m = (float *)t->sum_ml.at, a.l = a.m + trial->heads;

@@ -232,7 +232,8 @@ K3Status combine_work(void *context, const K3CudaLaunch *launch, int)
   return k3_cuda_mla_combine(launch, &((CombineTime *)context)->a);
 }
 
-void check_merge(K3Table *t, int64_t heads, int64_t parts, int64_t nope, int64_t v, int64_t latent, K3Type type, bool timed)
+void check_merge(K3Table *t, int64_t heads, int64_t parts, int64_t nope, int64_t v, int64_t latent, K3Type type, bool timed,
+                 K3CudaCacheType stored = K3_CACHE_F32)
 {
   const int64_t rows = heads * (nope + v);
   Floats w = random_floats(t, rows * latent, 0.05), acc = random_floats(t, parts * heads * latent, 20.0),
@@ -244,6 +245,8 @@ void check_merge(K3Table *t, int64_t heads, int64_t parts, int64_t nope, int64_t
       m[p * heads + h] = -1e30f, l[p * heads + h] = 0.0f;
       for (int64_t c = 0; c < latent; c++) acc[(p * heads + h) * latent + c] = 0.0f;
     }
+  std::vector<uint16_t> halves(stored == K3_CACHE_F32 ? 0 : acc.size());
+  for (size_t i = 0; i < halves.size(); i++) halves[i] = half_of(stored, acc[i]), acc[i] = half_value(stored, halves[i]);
   const auto by_head = [&](const Floats &x) { /* as the slice kernels leave m and l */
     Floats out(x.size());
     for (int64_t p = 0; p < parts; p++)
@@ -253,7 +256,7 @@ void check_merge(K3Table *t, int64_t heads, int64_t parts, int64_t nope, int64_t
   K3CudaMlaMerge a = {};
   a.heads = heads, a.nope = nope, a.v_dim = v, a.latent = latent;
   a.kv_b = make_matrix(type, rows, latent, w);
-  a.in = {upload(acc), upload(by_head(m)), upload(by_head(l)), parts, heads * latent, 1, parts};
+  a.in = {halves.empty() ? (void *)upload(acc) : (void *)upload(halves), upload(by_head(m)), upload(by_head(l)), parts, heads * latent, 1, parts, stored};
   a.gate = upload(gate);
   a.out = make_vector(heads * v, v % 32 == 0);
   K3CudaUse use;
@@ -287,7 +290,8 @@ void check_merge(K3Table *t, int64_t heads, int64_t parts, int64_t nope, int64_t
   double error = error_of(got, want), control = parts > 2 ? error_of(got, plain) : INFINITY, us = 0;
   if (a.out.codes && !(code_error(a.out, heads * v) <= 1.01)) error = NAN;
   char shape[96];
-  snprintf(shape, sizeof shape, "%lld heads, %lld parts, v %s", (long long)heads, (long long)parts, type_names[type]);
+  snprintf(shape, sizeof shape, "%lld heads, %lld%s parts, v %s", (long long)heads, (long long)parts,
+           stored == K3_CACHE_BF16 ? " bf16" : stored == K3_CACHE_F16 ? " f16" : "", type_names[type]);
   if (timed && t->time) {
     MergeTime work;
     for (int i = 0; i < 24; i++) {
@@ -300,7 +304,7 @@ void check_merge(K3Table *t, int64_t heads, int64_t parts, int64_t nope, int64_t
     for (auto &s : work.sets) free_matrix(&s.kv_b);
   }
   k3_table_row(t, shape, error, 5e-6, control, &use, us,
-               4.0 * parts * heads * latent + (double)heads * v * latent * (type == K3_TYPE_F32 ? 4 : type == K3_TYPE_BF16 ? 2 : 34.0 / 32));
+               (double)k3_cuda_cache_element_bytes(stored) * parts * heads * latent + (double)heads * v * latent * (type == K3_TYPE_F32 ? 4 : type == K3_TYPE_BF16 ? 2 : 34.0 / 32));
 
   K3CudaMlaCombine b = {};
   b.heads = heads, b.latent = latent, b.in = a.in;
@@ -310,10 +314,11 @@ void check_merge(K3Table *t, int64_t heads, int64_t parts, int64_t nope, int64_t
   error = fmax(error_of(download(b.acc, heads * latent), merged_all), error_of(download(b.l, heads), totals));
   CombineTime context = {b};
   us = timed && t->time ? k3_table_microseconds(t, combine_work, &context, 1, 48) : 0;
-  k3_table_row(t, shape, error, 5e-6, INFINITY, &use, us, 4.0 * (parts + 1) * heads * latent);
+  k3_table_row(t, shape, error, 5e-6, INFINITY, &use, us,
+               (double)(k3_cuda_cache_element_bytes(stored) * parts + 4) * heads * latent);
   free_matrix(&a.kv_b), free_vector(&a.out);
   cudaFree(b.acc), cudaFree(b.m), cudaFree(b.l);
-  cudaFree(const_cast<float *>(a.in.acc)), cudaFree(const_cast<float *>(a.in.m)), cudaFree(const_cast<float *>(a.in.l));
+  cudaFree(const_cast<void *>(a.in.acc)), cudaFree(const_cast<float *>(a.in.m)), cudaFree(const_cast<float *>(a.in.l));
 }
 
 } // namespace
@@ -334,7 +339,8 @@ void k3_check_attention(K3Table *t, const char *words)
     check_prepare(t, 5, 160, 8, 72, 200, K3_TYPE_BF16, K3_CACHE_F32, 3, 1, 0, false);
     const int64_t parts[] = {1, 2, 8, 64, 128, 300};
     for (int64_t p : parts) check_merge(t, 12, p, 128, 128, 512, p % 8 ? K3_TYPE_BF16 : K3_TYPE_Q8_0, p == 8 || p >= 64);
-    check_merge(t, 96, 64, 128, 128, 512, K3_TYPE_Q8_0, true);
+    for (K3CudaCacheType stored : {K3_CACHE_F32, K3_CACHE_BF16, K3_CACHE_F16})
+      check_merge(t, 96, 64, 128, 128, 512, K3_TYPE_Q8_0, true, stored);
     check_merge(t, 3, 7, 40, 24, 64, K3_TYPE_F32, false);
     check_merge(t, 2, 5, 24, 200, 1024, K3_TYPE_BF16, false);
   }

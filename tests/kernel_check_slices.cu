@@ -97,6 +97,16 @@ K3Status slice_work(void *context, const K3CudaLaunch *launch, int set)
   return w->combine ? k3_cuda_mla_combine(launch, w->combine) : K3_OK;
 }
 
+/* acc of `type` as float32. */
+Floats download_partials(const void *acc, int64_t count, K3CudaCacheType type)
+{
+  const Floats words = download((const float *)acc, type == K3_CACHE_F32 ? count : count / 2);
+  if (type == K3_CACHE_F32) return words;
+  Floats out(count);
+  for (int64_t i = 0; i < count; i++) out[i] = half_value(type, ((const uint16_t *)words.data())[i]);
+  return out;
+}
+
 K3AttentionPlan plan_of(const K3CudaLaunch *launch, const SliceCase &c)
 {
   K3AttentionShape shape;
@@ -153,18 +163,18 @@ double check_slice(K3Table *t, const Master &master, const SliceCase &c, Timed t
   s.apart = apart;
   s.query = c.arm == TENSOR ? (void *)upload(halves) : (void *)upload(query);
   s.cache = cache, s.cache_type = c.type, s.capacity = capacity, s.rows = upload(rows);
-  s.acc = (float *)k3_table_poisoned(plan.acc_floats * 4);
+  s.acc = k3_table_poisoned(plan.acc_floats * 4);
   s.m = (float *)k3_table_poisoned(plan.ml_floats * 2), s.l = (float *)k3_table_poisoned(plan.ml_floats * 2);
   K3_CHECK_STATUS(c.arm == TENSOR ? k3_cuda_mla_tensor(&launch, &s) : k3_cuda_mla_slice(&launch, &s));
   launch.use = NULL;
   K3CudaMlaCombine combine = {};
   combine.heads = c.heads, combine.latent = c.latent;
-  combine.in = {s.acc, s.m, s.l, plan.slices, c.heads * c.latent, 1, plan.slices};
+  combine.in = {s.acc, s.m, s.l, plan.slices, c.heads * c.latent, 1, plan.slices, k3_cuda_partial_type(c.arm == TENSOR, c.type)};
   combine.acc = (float *)k3_table_poisoned(c.heads * c.latent * 4);
   combine.m = (float *)k3_table_poisoned(c.heads * 4), combine.l = (float *)k3_table_poisoned(c.heads * 4);
   K3_CHECK_STATUS(k3_cuda_mla_combine(&launch, &combine));
   const Floats acc = download(combine.acc, c.heads * c.latent), l = download(combine.l, c.heads), top_m = download(combine.m, c.heads);
-  const Floats parts = download(s.acc, plan.acc_floats), ms = download(s.m, plan.ml_floats / 2),
+  const Floats parts = download_partials(s.acc, plan.acc_floats, combine.in.type), ms = download(s.m, plan.ml_floats / 2),
                ls = download(s.l, plan.ml_floats / 2);
 
   /* empty slices are neutral, exactly */
@@ -385,7 +395,7 @@ void time_layer(K3Table *t, const Master &master, int64_t attended, int64_t rows
   s.heads = attended, s.latent = C0, s.rope = R0, s.heads_per_pass = plan.heads_per_pass, s.slices = plan.slices;
   s.scale = 1 / sqrt(192.0), s.query = p.query16, s.cache_type = K3_CACHE_BF16, s.capacity = rows;
   s.rows = upload(std::vector<int64_t>(1, rows));
-  s.acc = (float *)k3_table_poisoned(plan.acc_floats * 4);
+  s.acc = k3_table_poisoned(plan.acc_floats * 4);
   s.m = (float *)k3_table_poisoned(plan.ml_floats * 2), s.l = (float *)k3_table_poisoned(plan.ml_floats * 2);
   for (int i = 0; i < 24; i++) { /* 24 layers' own caches */
     char *cache = (char *)k3_table_poisoned(rows * W0 * 2);
@@ -394,13 +404,13 @@ void time_layer(K3Table *t, const Master &master, int64_t attended, int64_t rows
     l.slices.push_back(s);
   }
   l.combine.heads = attended, l.combine.latent = C0;
-  l.combine.in = {s.acc, s.m, s.l, plan.slices, attended * C0, 1, plan.slices};
+  l.combine.in = {s.acc, s.m, s.l, plan.slices, attended * C0, 1, plan.slices, K3_CACHE_BF16};
   l.combine.acc = (float *)k3_table_poisoned(attended * C0 * 4);
   l.combine.m = (float *)k3_table_poisoned(attended * 4), l.combine.l = (float *)k3_table_poisoned(attended * 4);
   l.merge.heads = own, l.merge.nope = 128, l.merge.v_dim = 128, l.merge.latent = C0, l.merge.kv_b = kv_b;
   /* eight ranks' partials of own heads: as many parts as the combined ones hold */
   l.merge.in = l.combine.in;
-  if (combines) l.merge.in = {l.combine.acc, l.combine.m, l.combine.l, attended / own, own * C0, own, 1};
+  if (combines) l.merge.in = {l.combine.acc, l.combine.m, l.combine.l, attended / own, own * C0, own, 1, K3_CACHE_F32};
   l.merge.gate = upload(random_floats(t, own * 128, 1.0)), l.merge.out = make_vector(own * 128, true);
   for (int pdl = 0; pdl < 2; pdl++) {
     K3Table timing = *t;
