@@ -4,8 +4,8 @@
  *         that loads the cache once between them.
  * Block   4 warpgroups: one for scores and softmax, two for the sums over values, one that copies.
  * Reads   the slice's rows once a pair of passes (1,152 bytes each), the queries once a block.
- * Bound   few heads: memory; 48 heads a block: tensor cores and shared memory alike, 2,100 cycles a tile counted, 2,850
- *         measured; then the stores of the partials.
+ * Bound   few heads: memory; 48 heads a block: tensor cores and shared memory alike, 2,100 cycles a tile counted, 2,450
+ *         measured; then start and end (doc/performance.md).
  *
  *   scores   S[64 heads, 64 rows] = queries [64, 576] · tileᵀ      512 of the 576 in registers (128 a thread), heads past N
  *                                                                  are dropped
@@ -15,6 +15,7 @@
  * third on its way. A tile is a rope chunk and 4 stages of 2 chunks of 64 columns; stages 0 and 2 are the first 256 columns,
  * for one warpgroup of sums, 1 and 3 the others, for the other. The third buffer brings the queries first. */
 #include <cuda.h>
+#include <cuda_fp16.h>
 #include <cuda_runtime.h>
 #include <math.h>
 #include <string.h>
@@ -46,13 +47,13 @@ struct Shared { /* byte offsets; swizzle atoms want multiples of 1,024 */
   static constexpr int QUERY_ROPE = ROPES + ROPE_BUFFERS * CHUNK_BYTES; /* stays; as 64 heads it runs into what follows */
   static constexpr int WEIGHTS = QUERY_ROPE + QUERY_CHUNK; /* two of [N, rounded up to 16][64] */
   static constexpr int WEIGHTS_BYTES = (N + 15) / 16 * 16 * TILE * 2;
-  static constexpr int RESCALE = WEIGHTS + 2 * WEIGHTS_BYTES; /* two of f32 [64]; then 1 / l of the slice [N] */
+  static constexpr int RESCALE = WEIGHTS + 2 * WEIGHTS_BYTES; /* two of f32 [64]; then 1 / l of the whole slice [N] */
   static constexpr int INVERSE = RESCALE + 2 * 64 * 4;
   static constexpr int FULL = INVERSE + N * 4, EMPTY = FULL + 8 * BUFFERS * STAGES;
   static constexpr int ROPE_FULL = EMPTY + 8 * BUFFERS * STAGES, ROPE_EMPTY = ROPE_FULL + 8 * ROPE_BUFFERS;
   static constexpr int WEIGHTS_FULL = ROPE_EMPTY + 8 * ROPE_BUFFERS, WEIGHTS_EMPTY = WEIGHTS_FULL + 16;
-  static constexpr int INVERSE_FULL = WEIGHTS_EMPTY + 16;
-  static constexpr int USED = INVERSE_FULL + 8, READ = QUERY_ROPE + 64 * 128;
+  static constexpr int INVERSE_FULL = WEIGHTS_EMPTY + 16, QUERY_FULL = INVERSE_FULL + 8; /* of the rope, each stage */
+  static constexpr int USED = QUERY_FULL + 8 * (STAGES + 1), READ = QUERY_ROPE + 64 * 128;
   static constexpr int BYTES = USED > READ ? USED : READ;
   static constexpr int OUT_BOX = N * CHUNK_COLS * 2;
   static_assert(ROPE_CHUNK * QUERY_CHUNK <= BUFFER_BYTES && STAGE_CHUNKS * OUT_BOX <= STAGE_BYTES, "they fit");
@@ -61,15 +62,14 @@ struct Shared { /* byte offsets; swizzle atoms want multiples of 1,024 */
 };
 
 struct TensorArguments {
-  CUtensorMap values_map, rope_map, out_map;
-  const char *query;
+  CUtensorMap values_map, rope_map, query_map, out_map;
   int heads, passes;
   int64_t slices;
   const int64_t *rows;
   float scale_log2;
   uint16_t *acc;
   float *m, *l;
-  int pair; /* 1: clusters of two passes, each block copies every other stage to both */
+  int pair; /* 1: clusters with two passes of a slice, each block copies every other stage to both */
 };
 
 /* First chunk of columns of a tile's stage. */
@@ -111,6 +111,23 @@ __device__ __forceinline__ void copy_rows(const TensorArguments &a, const CUtens
     copy_box_to(map, to, full, 0, row, chunk, 3);
 }
 
+/* The queries of a pass, in the order of use. */
+template <int N>
+__device__ void copy_queries(const TensorArguments &a, uint32_t base, int pass)
+{
+  using L = Shared<N>;
+  for (int part = 0; part <= STAGES; part++) { /* the rope, stages 0 … 3 */
+    const int stage = part - 1, chunks = part == 0 ? 1 : STAGE_CHUNKS;
+    const uint32_t full = base + L::QUERY_FULL + 8 * part;
+    barrier_expect(full, chunks * L::QUERY_CHUNK);
+    for (int c = 0; c < chunks; c++) {
+      const int chunk = part == 0 ? ROPE_CHUNK : first_chunk(stage) + c;
+      const uint32_t to = base + (part == 0 ? L::QUERY_ROPE : L::QUERY + chunk * L::QUERY_CHUNK);
+      copy_box(&a.query_map, to, full, 0, pass * N, chunk);
+    }
+  }
+}
+
 template <int N>
 __device__ void copy_tiles(const TensorArguments &a, const Slice &slice, uint32_t base, int rank)
 {
@@ -118,6 +135,7 @@ __device__ void copy_tiles(const TensorArguments &a, const Slice &slice, uint32_
   const int newest = (slice.left - 1) / TILE; /* tile of the newest row, if it is one of ours */
   Ring ring;
   for (int tile = 0; tile < slice.tiles; tile++) {
+    if (tile == 1) barrier_wait(base + L::FULL, 0); /* its rows would delay the first's and the queries, at the SM's one port */
     if (tile == newest) k3_wait(); /* older rows do not depend on the launch before */
     const int row = slice.begin + tile * TILE;
     const uint32_t rope = tile % ROPE_BUFFERS, rope_use = tile / ROPE_BUFFERS;
@@ -135,6 +153,7 @@ __device__ void copy_tiles(const TensorArguments &a, const Slice &slice, uint32_
   }
 }
 
+/* Two numbers as 16 bits, and back. */
 template <bool F16>
 __device__ __forceinline__ uint32_t pack_pair(float low, float high)
 {
@@ -144,6 +163,15 @@ __device__ __forceinline__ uint32_t pack_pair(float low, float high)
   else
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
   return packed;
+}
+
+template <bool F16>
+__device__ __forceinline__ float2 unpack_pair(uint32_t packed)
+{
+  if constexpr (F16)
+    return __half22float2(*(const __half2 *)&packed);
+  else
+    return make_float2(__uint_as_float(packed << 16), __uint_as_float(packed & 0xffff0000u));
 }
 
 /* 2^x; below 2^-126 zero, which a 16-bit weight is long before. */
@@ -164,22 +192,6 @@ __device__ __forceinline__ float quad_sum(float x)
 {
   x += __shfl_xor_sync(~0u, x, 1);
   return x + __shfl_xor_sync(~0u, x, 2);
-}
-
-/* A chunk of the queries to shared memory, by the score warpgroup: not by the copy engine, which is busy with rows. */
-template <int N>
-__device__ __forceinline__ void fetch_queries(const TensorArguments &a, uint32_t base, int pass, int chunk)
-{
-  using L = Shared<N>;
-  const uint32_t to = base + (chunk == ROPE_CHUNK ? L::QUERY_ROPE : L::QUERY + chunk * L::QUERY_CHUNK);
-#pragma unroll
-  for (int i = 0; i < (N * 8 + 127) / 128; i++) {
-    const int at = threadIdx.x + 128 * i, head = at / 8, unit = at % 8;
-    if (N * 8 % 128 != 0 && at >= N * 8) continue;
-    const bool there = pass * N + head < a.heads;
-    const char *from = a.query + (there ? (int64_t)(pass * N + head) * ((LATENT + ROPE) * 2) + chunk * 128 + unit * 16 : 0);
-    fetch_16(to + head * 128 + ((unit ^ (head % 8)) * 16), from, there);
-  }
 }
 
 /* Warps 0 … 3, 16 heads each. A thread holds heads lane/4 and lane/4 + 8, rows 8 j + 2 (lane % 4) + {0, 1}: scores 4 j + {0, 1}
@@ -216,10 +228,14 @@ struct Scores {
   __device__ __forceinline__ void start(int tile, float (&s)[TILE / 2], float (&before)[TILE / 2])
   {
     const uint32_t rope = tile % ROPE_BUFFERS;
-    if (FIRST) {
-      fetched<STAGES>();
-      fence_async_shared();
-      group_sync(SYNC_SCORES, 128);
+    if (FIRST) { /* the queries: mostly here before the rows */
+#pragma unroll
+      for (int stage = 0; stage < STAGES; stage++) {
+        barrier_wait(base + L::QUERY_FULL + 8 * (stage + 1), 0);
+#pragma unroll
+        for (int c = 0; c < STAGE_CHUNKS; c++) load_queries(first_chunk(stage) + c);
+      }
+      barrier_wait(base + L::QUERY_FULL, 0);
     }
     barrier_wait(base + L::ROPE_FULL + 8 * rope, tile / ROPE_BUFFERS & 1);
     wgmma_begin();
@@ -229,12 +245,6 @@ struct Scores {
     for (int k = 0; k < 4; k++) wgmma_shared<F16>(s, rope_query + 2 * k, rope_rows + 2 * k, k > 0);
 #pragma unroll
     for (int stage = 0; stage < STAGES; stage++) {
-      if (FIRST) {
-        stage == 0 ? fetched<3>() : stage == 1 ? fetched<2>() : stage == 2 ? fetched<1>() : fetched<0>();
-        group_sync(SYNC_SCORES, 128);
-#pragma unroll
-        for (int c = 0; c < STAGE_CHUNKS; c++) load_queries(first_chunk(stage) + c);
-      }
       const uint32_t at = ring.buffer * STAGES + stage;
       barrier_wait(base + L::FULL + 8 * at, ring.use & 1);
       wgmma_begin();
@@ -259,7 +269,8 @@ struct Scores {
     if (tile + ROPE_BUFFERS < slice.tiles) release(base + L::ROPE_EMPTY + 8 * (tile % ROPE_BUFFERS), a.pair, lane);
   }
 
-  /* The largest score so far, and what that leaves of the sums. */
+  /* The score that weights refer to, and what a new one leaves of the sums. It stays while weights keep below 2^8: each change
+   * is a pass over all sums. */
   __device__ __forceinline__ void find_largest(int tile, float (&s)[TILE / 2])
   {
     /* rows past the end never count, whatever they hold */
@@ -279,7 +290,8 @@ struct Scores {
 #pragma unroll
         for (int j = 0; j < step; j++) top[j] = fmaxf(top[j], top[j + step]);
       const float before = m[h];
-      m[h] = fmaxf(before, quad_max(top[0]) * a.scale_log2);
+      const float most = quad_max(top[0]) * a.scale_log2;
+      if (most > before + 8.0f) m[h] = most; /* the first: from -1e30 */
       keep[h] = exp2f(before - m[h]);
     }
   }
@@ -314,14 +326,18 @@ struct Scores {
     add_up(s);
   }
 
+  /* Of the weights as rounded for the products: one row alone is then returned exactly. */
   __device__ __forceinline__ void add_up(const float (&s)[TILE / 2])
   {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-      float sum[2] = {0.0f, 0.0f};
+      float2 sum = make_float2(0.0f, 0.0f);
 #pragma unroll
-      for (int j = 0; j < TILE / 8; j++) sum[0] += s[4 * j + 2 * h], sum[1] += s[4 * j + 2 * h + 1];
-      l[h] = l[h] * keep[h] + (sum[0] + sum[1]);
+      for (int j = 0; j < TILE / 8; j++) {
+        const float2 pair = unpack_pair<F16>(pack_pair<F16>(s[4 * j + 2 * h], s[4 * j + 2 * h + 1]));
+        sum.x += pair.x, sum.y += pair.y;
+      }
+      l[h] = l[h] * keep[h] + (sum.x + sum.y);
     }
   }
 };
@@ -335,14 +351,8 @@ __device__ void score_tiles(const TensorArguments &a, const Slice &slice, uint32
 
   /* 1. queries, in the order of use, and the first tile */
   k3_wait();
-  fetch_queries<N>(a, base, pass, ROPE_CHUNK);
-  fetch_commit();
-#pragma unroll
-  for (int stage = 0; stage < STAGES; stage++) {
-#pragma unroll
-    for (int c = 0; c < STAGE_CHUNKS; c++) fetch_queries<N>(a, base, pass, first_chunk(stage) + c);
-    fetch_commit();
-  }
+  if (threadIdx.x == 0) copy_queries<N>(a, base, pass);
+  __syncwarp();
   float even[TILE / 2], odd[TILE / 2];
   scores.template start<true>(0, even, odd);
   fence_async_shared(); /* the copy engine writes there next */
@@ -372,21 +382,23 @@ __device__ void score_tiles(const TensorArguments &a, const Slice &slice, uint32
 #pragma unroll
   for (int h = 0; h < 2; h++)
     if (lane % 4 == 0 && 16 * warp + lane / 4 + 8 * h < N)
-      store_shared(base + L::INVERSE + (16 * warp + lane / 4 + 8 * h) * 4, 1.0f / sum[h]);
+      store_shared(base + L::INVERSE + (16 * warp + lane / 4 + 8 * h) * 4, sum[h] == 0.0f ? 0.0f : 1.0f / sum[h]);
   barrier_arrive(base + L::INVERSE_FULL);
+  if (a.pair) cluster_arrive(); /* nothing goes from block to block any more */
 #pragma unroll
   for (int h = 0; h < 2; h++) {
     const int head = 16 * warp + lane / 4 + 8 * h;
     if (lane % 4 != 0 || head >= N || pass * N + head >= a.heads) continue;
     const int64_t at = (int64_t)(pass * N + head) * a.slices + slice_index;
-    a.m[at] = scores.m[h] + log2f(sum[h]), a.l[at] = 1.0f;
+    const bool none = sum[h] == 0.0f; /* every score -inf */
+    a.m[at] = none ? K3_CUDA_EMPTY_M : scores.m[h] + log2f(sum[h]), a.l[at] = none ? 0.0f : 1.0f;
   }
 }
 
-/* 64 columns × N heads of sums, as products hold them, times 1 / l, to global memory by way of a box of shared memory. */
-template <int N, bool F16, int warpgroup>
+/* 64 columns × N heads of sums, as products hold them, divided by l, to global memory by way of a box of shared memory. */
+template <int N, bool F16>
 __device__ __forceinline__ void put_chunk(const TensorArguments &a, const float *acc, const float2 *inverse, uint32_t to, int col,
-                                          int head, int slice, int thread)
+                                          int head, int slice, int warpgroup, int thread)
 {
   const int warp = thread / 32, lane = thread % 32;
   const uint32_t row = to + lane % 8 * 128 + (((2 * warp + lane / 8 % 2) ^ (lane % 8)) * 16); /* a head; 8 columns */
@@ -403,8 +415,9 @@ __device__ __forceinline__ void put_chunk(const TensorArguments &a, const float 
 }
 
 /* Warps 4 … 11, two warpgroups; each has 4 chunks of 64 columns. */
-template <int N, bool F16, int warpgroup>
-__device__ void sum_tiles(const TensorArguments &a, const Slice &slice, uint32_t base, int pass, int slice_index)
+template <int N, bool F16>
+__device__ void sum_tiles(const TensorArguments &a, const Slice &slice, uint32_t base, int pass, int slice_index,
+                          int warpgroup)
 {
   using L = Shared<N>;
   const int thread = threadIdx.x % 128, lane = thread % 32;
@@ -427,18 +440,24 @@ __device__ void sum_tiles(const TensorArguments &a, const Slice &slice, uint32_t
       group_sync(SYNC_SUMS + warpgroup, 128);
     }
 
-    /* 2. earlier tiles to the new largest score */
+    /* 2. earlier tiles to the new reference, if any head has one */
     if (tile > 0) {
       const uint32_t rescale = base + L::RESCALE + (buffer * 64 + 2 * (lane % 4)) * 4;
+      float2 keep[N / 8];
+      bool same = true;
 #pragma unroll
       for (int j = 0; j < N / 8; j++) {
-        const float2 keep = load_shared(rescale + 32 * j);
-#pragma unroll
-        for (int c = 0; c < 4; c++) {
-          acc[c][4 * j] *= keep.x, acc[c][4 * j + 1] *= keep.y;
-          acc[c][4 * j + 2] *= keep.x, acc[c][4 * j + 3] *= keep.y;
-        }
+        keep[j] = load_shared(rescale + 32 * j);
+        same = same && keep[j].x == 1.0f && keep[j].y == 1.0f;
       }
+      if (!__all_sync(~0u, same))
+#pragma unroll
+        for (int j = 0; j < N / 8; j++)
+#pragma unroll
+          for (int c = 0; c < 4; c++) {
+            acc[c][4 * j] *= keep[j].x, acc[c][4 * j + 1] *= keep[j].y;
+            acc[c][4 * j + 2] *= keep[j].x, acc[c][4 * j + 3] *= keep[j].y;
+          }
     }
 
     /* 3. sums; a stage is given back as soon as its products are done */
@@ -446,34 +465,36 @@ __device__ void sum_tiles(const TensorArguments &a, const Slice &slice, uint32_t
     const uint32_t first = ring.buffer * STAGES + warpgroup, second = first + 2;
 #pragma unroll
     for (int c = 0; c < 4; c++) {
-      if (c % STAGE_CHUNKS == 0) wgmma_begin();
+      wgmma_begin();
       const uint64_t rows = wgmma_operand(base + L::VALUES + (c < STAGE_CHUNKS ? first : second) * STAGE_BYTES +
                                           c % STAGE_CHUNKS * CHUNK_BYTES);
 #pragma unroll
       for (int k = 0; k < 4; k++)
         wgmma_transposed<N, F16>(acc[c], rows + k * (2048 >> 4), weights + 2 * k, tile + k > 0);
-      if (c % STAGE_CHUNKS == STAGE_CHUNKS - 1) wgmma_commit();
+      wgmma_commit();
     }
-    wgmma_wait<1>();
-    const bool filled_again = tile + BUFFERS < slice.tiles;
-    if (filled_again) release(base + L::EMPTY + 8 * first, a.pair, lane);
     if (tile == slice.tiles - 1) {
-      /* 4. out, by way of this warpgroup's stages of the tile before; half of it before the last products are done */
+      /* 4. out, by way of this warpgroup's stages of the tile before; each chunk when its products are done */
       k3_wait();
+      if (a.pair) cluster_arrive();
+      group_sync(SYNC_SUMS + warpgroup, 128);
+      const uint32_t to = base + L::VALUES + (ring.buffer + BUFFERS - 1) % BUFFERS * BUFFER_BYTES + warpgroup * STAGE_BYTES;
       barrier_wait(base + L::INVERSE_FULL, 0);
       float2 inverse[N / 8];
 #pragma unroll
       for (int j = 0; j < N / 8; j++) inverse[j] = load_shared(base + L::INVERSE + (8 * j + 2 * (lane % 4)) * 4);
-      group_sync(SYNC_SUMS + warpgroup, 128);
-      const uint32_t to = base + L::VALUES + (ring.buffer + BUFFERS - 1) % BUFFERS * BUFFER_BYTES + warpgroup * STAGE_BYTES;
 #pragma unroll
       for (int c = 0; c < 4; c++) {
-        if (c == STAGE_CHUNKS) wgmma_wait<0>();
-        put_chunk<N, F16, warpgroup>(a, acc[c], inverse, to + c / STAGE_CHUNKS * 2 * STAGE_BYTES + c % STAGE_CHUNKS * L::OUT_BOX,
-                                     (4 * warpgroup + c) * CHUNK_COLS, pass * N, slice_index, thread);
+        c == 0 ? wgmma_wait<3>() : c == 1 ? wgmma_wait<2>() : c == 2 ? wgmma_wait<1>() : wgmma_wait<0>();
+        put_chunk<N, F16>(a, acc[c], inverse, to + c / STAGE_CHUNKS * 2 * STAGE_BYTES + c % STAGE_CHUNKS * L::OUT_BOX,
+                          (4 * warpgroup + c) * CHUNK_COLS, pass * N, slice_index, warpgroup, thread);
       }
       if (thread == 0) copy_out_finish();
+      break;
     }
+    wgmma_wait<2>();
+    const bool filled_again = tile + BUFFERS < slice.tiles;
+    if (filled_again) release(base + L::EMPTY + 8 * first, a.pair, lane);
     wgmma_wait<0>();
     if (filled_again) release(base + L::EMPTY + 8 * second, a.pair, lane);
     if (lane == 0) barrier_arrive(base + L::WEIGHTS_EMPTY + 8 * buffer);
@@ -503,17 +524,22 @@ __global__ void __launch_bounds__(BLOCK, 1) mla_tensor_kernel(const __grid_const
   const int rank = a.pair ? blockIdx.x & 1 : 0;
 
   const int64_t rows = __ldcg((const long long *)a.rows);
-  if (threadIdx.x == 0) {
-    fetch_map(&a.values_map), fetch_map(&a.rope_map), fetch_map(&a.out_map);
-    const int blocks = a.pair ? 2 : 1;
-    for (int i = 0; i < BUFFERS * STAGES; i++) {
-      barrier_init(base + L::FULL + 8 * i, 1);
-      barrier_init(base + L::EMPTY + 8 * i, 4 * blocks);
-    }
+  const int releases = a.pair ? 8 : 4;
+  if (threadIdx.x == 0) { /* four warps share them: a barrier costs some 30 cycles */
+    for (int i = 0; i < BUFFERS * STAGES; i++) barrier_init(base + L::FULL + 8 * i, 1);
+    barrier_init_fence();
+  } else if (threadIdx.x == 128) {
+    for (int i = 0; i < BUFFERS * STAGES; i++) barrier_init(base + L::EMPTY + 8 * i, releases);
+    barrier_init_fence();
+  } else if (threadIdx.x == 256) {
     for (int i = 0; i < ROPE_BUFFERS; i++) {
       barrier_init(base + L::ROPE_FULL + 8 * i, 1);
-      barrier_init(base + L::ROPE_EMPTY + 8 * i, 4 * blocks);
+      barrier_init(base + L::ROPE_EMPTY + 8 * i, releases);
     }
+    for (int i = 0; i <= STAGES; i++) barrier_init(base + L::QUERY_FULL + 8 * i, 1);
+    barrier_init_fence();
+  } else if (threadIdx.x == 384) {
+    fetch_map(&a.values_map), fetch_map(&a.rope_map), fetch_map(&a.query_map), fetch_map(&a.out_map);
     for (int i = 0; i < 2; i++) {
       barrier_init(base + L::WEIGHTS_FULL + 8 * i, 128);
       barrier_init(base + L::WEIGHTS_EMPTY + 8 * i, 8);
@@ -522,9 +548,9 @@ __global__ void __launch_bounds__(BLOCK, 1) mla_tensor_kernel(const __grid_const
     barrier_init_fence();
   }
   if (a.pair) cluster_arrive();
-  const int64_t begin = k3_attention_slice_begin(rows, TILE, a.slices, slice_index);
-  const int64_t end = k3_attention_slice_begin(rows, TILE, a.slices, slice_index + 1);
-  const Slice slice = {(int)begin, (int)(rows - begin), (int)((end - begin + TILE - 1) / TILE)};
+  const int begin = (int)k3_attention_slice_begin_narrow((uint32_t)rows, TILE, (uint32_t)a.slices, (uint32_t)slice_index);
+  const int end = (int)k3_attention_slice_begin_narrow((uint32_t)rows, TILE, (uint32_t)a.slices, (uint32_t)slice_index + 1);
+  const Slice slice = {begin, (int)rows - begin, (end - begin + TILE - 1) / TILE};
   if (slice.tiles == 0) { /* both blocks of a pair take this way */
     if (a.pair) cluster_wait();
     empty_slice(a, pass * N, min(N, a.heads - pass * N), slice_index);
@@ -536,21 +562,17 @@ __global__ void __launch_bounds__(BLOCK, 1) mla_tensor_kernel(const __grid_const
     __syncthreads();
 
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0); /* roles are uniform, and the compiler must know */
-  if (warpgroup == 0) {
-    registers_more<SCORE_REGISTERS>();
-    score_tiles<N, F16>(a, slice, base, pass, slice_index);
-  } else if (warpgroup == 1) {
-    sum_tiles<N, F16, 0>(a, slice, base, pass, slice_index);
-  } else if (warpgroup == 2) {
-    sum_tiles<N, F16, 1>(a, slice, base, pass, slice_index);
-  } else {
+  if (warpgroup == 3) {
     registers_fewer<COPY_REGISTERS>();
     if (threadIdx.x == BLOCK - 128) copy_tiles<N>(a, slice, base, rank);
+    if (a.pair) cluster_arrive();
+  } else if (warpgroup == 0) {
+    registers_more<SCORE_REGISTERS>();
+    score_tiles<N, F16>(a, slice, base, pass, slice_index);
+  } else {
+    sum_tiles<N, F16>(a, slice, base, pass, slice_index, warpgroup - 1);
   }
-  if (a.pair) { /* the other block may still write here */
-    cluster_arrive();
-    cluster_wait();
-  }
+  if (a.pair) cluster_wait(); /* the other block has all that this one sent it */
 }
 
 /* Host side. */
@@ -660,14 +682,15 @@ K3Status k3_cuda_mla_tensor(const K3CudaLaunch *launch, const K3CudaMlaSlice *s)
                                           {head_bytes, head_bytes * (cuuint64_t)s->heads},
                                           {CHUNK_COLS, (cuuint32_t)s->heads_per_pass, 1}}));
   const int64_t passes = (s->heads + s->heads_per_pass - 1) / s->heads_per_pass;
-  if (s->heads > INT32_MAX || passes * s->slices > INT32_MAX)
+  if (s->heads > INT32_MAX || passes * s->slices > INT32_MAX || s->slices > UINT32_MAX / ((s->capacity + TILE - 1) / TILE))
     K3_FAIL(K3_ERR_INPUT, "mla_tensor: %lld slices of %lld heads are too many for a grid", (long long)s->slices,
             (long long)s->heads);
   arguments.heads = (int)s->heads, arguments.passes = (int)passes;
   arguments.slices = s->slices;
   arguments.rows = s->rows;
   arguments.scale_log2 = (float)(s->scale * 1.4426950408889634);
-  arguments.query = (const char *)s->query;
+  Box queries = box_of_rows(s->cache_type, s->query, s->heads, s->heads_per_pass, 1);
+  K3_TRY(make_map(&arguments.query_map, queries));
   arguments.acc = (uint16_t *)s->acc, arguments.m = s->m, arguments.l = s->l;
   arguments.pair = passes % 2 == 0 && !s->apart;
   void *parameters[] = {&arguments};

@@ -33,6 +33,7 @@ static void assert_tiles(int64_t rows, int64_t tile_rows, int64_t slices)
     int64_t begin = k3_attention_slice_begin(rows, tile_rows, slices, s);
     int64_t end = k3_attention_slice_begin(rows, tile_rows, slices, s + 1);
     assert_int_equal(begin, at);
+    assert_int_equal(k3_attention_slice_begin_narrow((uint32_t)rows, (uint32_t)tile_rows, (uint32_t)slices, (uint32_t)s), begin);
     assert_true(end >= begin);
     assert_true(begin % tile_rows == 0 || begin == rows);
     int64_t tiles = (end - begin + tile_rows - 1) / tile_rows;

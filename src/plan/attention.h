@@ -110,6 +110,14 @@ static inline K3_HOST_DEVICE int64_t k3_attention_slice_begin(int64_t rows, int6
   return begin < rows ? begin : rows;
 }
 
+/* The same where the caller knows that 32 bits hold rows + tile_rows and tiles · slices. */
+static inline K3_HOST_DEVICE uint32_t k3_attention_slice_begin_narrow(uint32_t rows, uint32_t tile_rows, uint32_t slices,
+                                                                      uint32_t slice)
+{
+  uint32_t begin = (rows + tile_rows - 1) / tile_rows * slice / slices * tile_rows;
+  return begin < rows ? begin : rows;
+}
+
 /* Rows that `rank` of `world` holds of the first `context` positions, pages dealt round-robin
  * (k3_plan_cache_rows, for the device). */
 static inline K3_HOST_DEVICE int64_t k3_attention_rows(int64_t context, int64_t page_positions, int64_t world,
