@@ -103,17 +103,46 @@ __device__ __forceinline__ float4 merge_columns(const K3CudaPartials &in, int64_
 }
 
 constexpr int COMBINE_COLS = 128;
+/* Not used: room for three blocks on a multiprocessor. As many as fit would crowd onto the first that the slices leave. */
+constexpr int COMBINE_SHARED = 70 << 10;
 
 template <K3CudaCacheType TYPE>
-__global__ void __launch_bounds__(BLOCK) mla_combine_kernel(const K3CudaMlaCombine a)
+__global__ void __launch_bounds__(BLOCK, 3) mla_combine_kernel(const K3CudaMlaCombine a)
 {
   __shared__ float4 partial[WARPS][32];
-  const int64_t tiles = (a.latent + COMBINE_COLS - 1) / COMBINE_COLS, head = blockIdx.x / tiles;
+  const unsigned tiles = (unsigned)((a.latent + COMBINE_COLS - 1) / COMBINE_COLS), head = blockIdx.x / tiles;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int64_t col = blockIdx.x % tiles * COMBINE_COLS + 4 * lane;
-  float M, L;
+  const float *ms = a.in.m + head * a.in.head_stride, *ls = a.in.l + head * a.in.head_stride;
+  float M = K3_CUDA_EMPTY_M, L = 0.0f;
+  float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   k3_wait();
-  float4 sum = merge_columns<TYPE, 8>(a.in, head, head * a.latent + col, col < a.latent, warp, WARPS, &M, &L);
+  for (int64_t p0 = 0; p0 < a.in.parts; p0 += 64) { /* a lane weighs parts lane and lane + 32, a warp adds up every 8th */
+    float m[2], l[2];
+    Columns<TYPE> stored[64 / WARPS];
+#pragma unroll
+    for (int i = 0; i < 64 / WARPS; i++) {
+      const int64_t p = p0 + warp + WARPS * i;
+      stored[i].load(a.in.acc, p * a.in.acc_stride + head * a.latent + col, p < a.in.parts && col < a.latent);
+    }
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const int64_t p = p0 + lane + 32 * i;
+      m[i] = p < a.in.parts ? __ldcg(ms + p * a.in.part_stride) : K3_CUDA_EMPTY_M;
+      l[i] = p < a.in.parts ? __ldcg(ls + p * a.in.part_stride) : 0.0f;
+    }
+    const float top = fmaxf(M, warp_max(fmaxf(m[0], m[1]))), keep = exp2f(M - top);
+    const float w[2] = {exp2f(m[0] - top), exp2f(m[1] - top)};
+    L = L * keep + warp_sum(l[0] * w[0] + l[1] * w[1]);
+    M = top;
+    sum.x *= keep, sum.y *= keep, sum.z *= keep, sum.w *= keep;
+#pragma unroll
+    for (int i = 0; i < 64 / WARPS; i++) {
+      const float f = __shfl_sync(~0u, w[WARPS * i / 32], warp + WARPS * i % 32);
+      const float4 c = stored[i].decode();
+      sum.x += c.x * f, sum.y += c.y * f, sum.z += c.z * f, sum.w += c.w * f;
+    }
+  }
   partial[warp][lane] = sum;
   __syncthreads();
   if (warp != 0) return;
@@ -261,7 +290,7 @@ K3Status k3_cuda_mla_combine(const K3CudaLaunch *launch, const K3CudaMlaCombine 
   const int64_t tiles = (a->latent + COMBINE_COLS - 1) / COMBINE_COLS;
   void *parameters[] = {const_cast<K3CudaMlaCombine *>(a)};
   return k3_cuda_launch_kernel(launch, "mla_combine_kernel", K3_KERNEL_OF(mla_combine_kernel, a->in.type),
-                               (unsigned)(a->heads * tiles), BLOCK, 1, 0, parameters);
+                               (unsigned)(a->heads * tiles), BLOCK, 1, COMBINE_SHARED, parameters);
 }
 
 K3Status k3_cuda_mla_merge(const K3CudaLaunch *launch, const K3CudaMlaMerge *a)
