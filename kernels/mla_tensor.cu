@@ -525,7 +525,7 @@ __global__ void __launch_bounds__(BLOCK, 1) mla_tensor_kernel(const __grid_const
 
   const int64_t rows = __ldcg((const long long *)a.rows);
   const int releases = a.pair ? 8 : 4;
-  if (threadIdx.x == 0) { /* four warps share them: a barrier costs some 30 cycles */
+  if (threadIdx.x == 0) { /* four warps share them */
     for (int i = 0; i < BUFFERS * STAGES; i++) barrier_init(base + L::FULL + 8 * i, 1);
     barrier_init_fence();
   } else if (threadIdx.x == 128) {
