@@ -63,7 +63,7 @@ K3Status k3_cuda_mla_prepare(const K3CudaLaunch *launch, const K3CudaMlaPrepare 
  * in   cache    [capacity, C + R]; rows at and past *rows may hold anything, NaN included
  * in   rows     one int64 in device memory: cached rows. Read before k3_wait(): written at the step's start, at least
  *               two launches earlier. The row *rows - 1 may come from the launch just before; earlier rows may not.
- * out  acc [slices, heads, C], of k3_cuda_partial_type: f32 and not normalised, or 16-bit and divided by l, which is then 1 with
+ * out  acc [slices, heads, C], of k3_cuda_partial_type: f32 and not normalised, or f16 and divided by l, which is then 1 with
  *             m + log2 l for m;  m, l [heads, slices] f32
  * heads_per_pass, slices: of a K3AttentionPlan made with k3_cuda_mla_*_shape. */
 typedef struct {
@@ -94,11 +94,9 @@ K3Status k3_cuda_mla_slice_shape(const K3CudaLaunch *launch, int64_t heads, int6
 K3Status k3_cuda_mla_tensor_shape(const K3CudaLaunch *launch, int64_t heads, int64_t latent, int64_t rope,
                                   K3CudaCacheType cache_type, K3AttentionShape *shape);
 
-/* How a slice kernel stores acc. The tensor-core arm's have the error of the cache's own 16-bit type: half the bytes. */
-static inline K3CudaCacheType k3_cuda_partial_type(int tensor_cores, K3CudaCacheType cache_type)
-{
-  return tensor_cores ? cache_type : K3_CACHE_F32;
-}
+/* How a slice kernel stores acc. The tensor-core arm's is f16 for either cache, half the bytes of f32: a mean of cached values,
+ * so what is past f16's 65,504 becomes an infinity, and bf16 would move a router's choice. */
+static inline K3CudaCacheType k3_cuda_partial_type(int tensor_cores) { return tensor_cores ? K3_CACHE_F16 : K3_CACHE_F32; }
 
 /* Partials wherever they lie: element (part, head) of m and l at part · part_stride + head · head_stride, its acc at
  * part · acc_stride + head · C. Strides in elements. A slice kernel's output: acc_stride heads · C, part_stride 1,

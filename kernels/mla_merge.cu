@@ -63,9 +63,6 @@ struct Columns {
   {
     if constexpr (TYPE == K3_CACHE_F32) {
       return make_float4(__uint_as_float(word[0]), __uint_as_float(word[1]), __uint_as_float(word[2]), __uint_as_float(word[3]));
-    } else if constexpr (TYPE == K3_CACHE_BF16) {
-      return make_float4(bf16_value(word[0] & 0xffffu), __uint_as_float(word[0] & 0xffff0000u), bf16_value(word[1] & 0xffffu),
-                         __uint_as_float(word[1] & 0xffff0000u));
     } else {
       const float2 low = __half22float2(*(const __half2 *)&word[0]), high = __half22float2(*(const __half2 *)&word[1]);
       return make_float4(low.x, low.y, high.x, high.y);
@@ -277,10 +274,7 @@ K3Status check_partials(const char *name, const K3CudaPartials *in, int64_t head
   return K3_OK;
 }
 
-#define K3_KERNEL_OF(kernel, type)                                 \
-  ((type) == K3_CACHE_F32    ? (const void *)kernel<K3_CACHE_F32>  \
-   : (type) == K3_CACHE_BF16 ? (const void *)kernel<K3_CACHE_BF16> \
-                             : (const void *)kernel<K3_CACHE_F16>)
+#define K3_KERNEL_OF(kernel, type) ((type) == K3_CACHE_F32 ? (const void *)kernel<K3_CACHE_F32> : (const void *)kernel<K3_CACHE_F16>)
 
 } // namespace
 

@@ -396,7 +396,7 @@ __device__ void score_tiles(const TensorArguments &a, const Slice &slice, uint32
 }
 
 /* 64 columns × N heads of sums, as products hold them, divided by l, to global memory by way of a box of shared memory. */
-template <int N, bool F16>
+template <int N>
 __device__ __forceinline__ void put_chunk(const TensorArguments &a, const float *acc, const float2 *inverse, uint32_t to, int col,
                                           int head, int slice, int warpgroup, int thread)
 {
@@ -404,8 +404,8 @@ __device__ __forceinline__ void put_chunk(const TensorArguments &a, const float 
   const uint32_t row = to + lane % 8 * 128 + (((2 * warp + lane / 8 % 2) ^ (lane % 8)) * 16); /* a head; 8 columns */
 #pragma unroll
   for (int j = 0; j < N / 8; j++)
-    store_transposed(row + j * 1024, pack_pair<F16>(acc[4 * j] * inverse[j].x, acc[4 * j + 1] * inverse[j].y),
-                     pack_pair<F16>(acc[4 * j + 2] * inverse[j].x, acc[4 * j + 3] * inverse[j].y));
+    store_transposed(row + j * 1024, pack_pair<true>(acc[4 * j] * inverse[j].x, acc[4 * j + 1] * inverse[j].y),
+                     pack_pair<true>(acc[4 * j + 2] * inverse[j].x, acc[4 * j + 3] * inverse[j].y));
   fence_async_shared();
   group_sync(SYNC_SUMS + warpgroup, 128);
   if (thread == 0) {
@@ -486,7 +486,7 @@ __device__ void sum_tiles(const TensorArguments &a, const Slice &slice, uint32_t
 #pragma unroll
       for (int c = 0; c < 4; c++) {
         c == 0 ? wgmma_wait<3>() : c == 1 ? wgmma_wait<2>() : c == 2 ? wgmma_wait<1>() : wgmma_wait<0>();
-        put_chunk<N, F16>(a, acc[c], inverse, to + c / STAGE_CHUNKS * 2 * STAGE_BYTES + c % STAGE_CHUNKS * L::OUT_BOX,
+        put_chunk<N>(a, acc[c], inverse, to + c / STAGE_CHUNKS * 2 * STAGE_BYTES + c % STAGE_CHUNKS * L::OUT_BOX,
                           (4 * warpgroup + c) * CHUNK_COLS, pass * N, slice_index, warpgroup, thread);
       }
       if (thread == 0) copy_out_finish();
@@ -676,7 +676,7 @@ K3Status k3_cuda_mla_tensor(const K3CudaLaunch *launch, const K3CudaMlaSlice *s)
   K3_TRY(make_map(&arguments.values_map, box_of_rows(s->cache_type, s->cache, s->capacity, TILE, STAGE_CHUNKS)));
   K3_TRY(make_map(&arguments.rope_map, box_of_rows(s->cache_type, s->cache, s->capacity, TILE, 1)));
   const cuuint64_t head_bytes = LATENT * 2;
-  K3_TRY(make_map(&arguments.out_map, Box{map_type(s->cache_type),
+  K3_TRY(make_map(&arguments.out_map, Box{map_type(k3_cuda_partial_type(1)),
                                           s->acc,
                                           {LATENT, (cuuint64_t)s->heads, (cuuint64_t)s->slices},
                                           {head_bytes, head_bytes * (cuuint64_t)s->heads},

@@ -145,7 +145,7 @@ static K3Status attend_rows(K3Cuda *cuda, int64_t i, K3CudaPartials *parts)
   cuda->phase_bytes[cuda->phase] +=
       cuda->attention.rows * k3_config_cache_width(c) * k3_cuda_cache_element_bytes(cuda->cache_type);
   parts->acc = cuda->acc;
-  parts->type = k3_cuda_partial_type(cuda->tensor_cores, cuda->cache_type);
+  parts->type = k3_cuda_partial_type(cuda->tensor_cores);
   parts->m = cuda->m;
   parts->l = cuda->l;
   parts->parts = a.slices;

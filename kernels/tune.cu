@@ -141,7 +141,7 @@ static K3Status launch_merge(K3Tuner *t, const K3AttentionTrial *trial)
   K3CudaMlaCombine a;
   memset(&a, 0, sizeof a);
   a.heads = trial->heads, a.latent = t->latent;
-  a.in.acc = t->acc.at, a.in.type = k3_cuda_partial_type(trial->kernel == K3_ATTENTION_KERNEL_TENSOR, t->type);
+  a.in.acc = t->acc.at, a.in.type = k3_cuda_partial_type(trial->kernel == K3_ATTENTION_KERNEL_TENSOR);
   a.in.m = (float *)t->ml.at, a.in.l = a.in.m + trial->heads * trial->slices;
   a.in.parts = trial->slices, a.in.acc_stride = trial->heads * t->latent, a.in.part_stride = 1,
   a.in.head_stride = trial->slices;

@@ -169,7 +169,7 @@ double check_slice(K3Table *t, const Master &master, const SliceCase &c, Timed t
   launch.use = NULL;
   K3CudaMlaCombine combine = {};
   combine.heads = c.heads, combine.latent = c.latent;
-  combine.in = {s.acc, s.m, s.l, plan.slices, c.heads * c.latent, 1, plan.slices, k3_cuda_partial_type(c.arm == TENSOR, c.type)};
+  combine.in = {s.acc, s.m, s.l, plan.slices, c.heads * c.latent, 1, plan.slices, k3_cuda_partial_type(c.arm == TENSOR)};
   combine.acc = (float *)k3_table_poisoned(c.heads * c.latent * 4);
   combine.m = (float *)k3_table_poisoned(c.heads * 4), combine.l = (float *)k3_table_poisoned(c.heads * 4);
   K3_CHECK_STATUS(k3_cuda_mla_combine(&launch, &combine));
