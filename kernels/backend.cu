@@ -16,6 +16,7 @@
 #include <stdlib.h>
 
 #include "kernels/backend.h"
+#include "kernels/experts.h"
 #include "plan/attention_tuning.h"
 #include "kernels/kda.h"
 
@@ -180,7 +181,8 @@ static K3Status start_scratch(K3Cuda *cuda)
   int32_t none = INT32_MAX;
   K3_CUDA_TRY(cudaMemsetAsync(cuda->argmax_count, 0, 4, cuda->stream));
   K3_CUDA_TRY(cudaMemsetAsync(cuda->finish_count, 0, 4, cuda->stream));
-  K3_CUDA_TRY(cudaMemsetAsync(cuda->meeting, 0, 4, cuda->stream));
+  K3_CUDA_TRY(cudaMemsetAsync(cuda->meeting, 0xff,
+                              (size_t)k3_cuda_meeting_bytes(c->num_experts_per_token, k3_cuda_own(cuda, K3_SHARE_EXPERTS)), cuda->stream));
   K3_CUDA_TRY(cudaMemcpyAsync(cuda->bad, &none, sizeof none, cudaMemcpyHostToDevice, cuda->stream));
   if (cuda->world > 1 && !cuda->communicates) {
     int64_t queries = c->num_heads * k3_config_cache_width(c);

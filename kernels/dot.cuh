@@ -1,7 +1,7 @@
 /* Pieces of weights: how each format is loaded, decoded and multiplied. Layer: backend (CUDA), device code.
  *
  * A piece is what one lane loads at once (16 bytes of codes). Formats named …Int multiply by the activation's 16-bit codes, a
- * dp4a for each of their two bytes (iq1_s: iq1_mma.cuh); those named …Exact by its float32 values, with the weights decoded to float.
+ * dp4a for each of their two bytes (iq1_s, and the experts' mxfp4: iq1_mma.cuh); those named …Exact by its float32 values, with the weights decoded to float.
  * Twin: k3_host_dequantise; source: model.md "Block formats". */
 #ifndef K3_KERNELS_DOT_CUH
 #define K3_KERNELS_DOT_CUH
@@ -17,9 +17,9 @@ namespace k3 {
 struct SharedInput {
   int4 *high, *low;     /* the codes' two bytes (quantise.cuh), 16 values a cell each */
   float *scales;        /* one a block of 32 */
-  float *sums;          /* scale * sum of the codes, one a block of 32 (iq1_s) */
+  float *sums;          /* one a block of 32: SUMS 1 scale * sum of the codes (iq1_s), 2 -12 times their sum, an int (mxfp4) */
   float4 *values;       /* 4 values a cell */
-  uint32_t *codebook;   /* iq1_s, packed */
+  uint32_t *codebook;   /* iq1_s, packed; beside codes: BOOK_COPIES of it */
 };
 
 static __device__ __forceinline__ int cell(int i) { return i ^ ((i >> 3) & 7); }
@@ -61,6 +61,8 @@ static __device__ __forceinline__ uint32_t load1(const void *address)
   return v;
 }
 
+static __device__ __forceinline__ void prefetch_l2(const void *address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }
+
 static __device__ __forceinline__ float half_bits(uint32_t bits)
 {
   return __half2float(__ushort_as_half((unsigned short)bits));
@@ -80,12 +82,21 @@ static __device__ __forceinline__ float dot4(const float4 &x, float a, float b, 
   return fmaf(x.x, a, fmaf(x.y, b, fmaf(x.z, c, fmaf(x.w, d, sum))));
 }
 
+/* Where piece `piece` of row `row` is, of `pieces` a row. */
+struct Rowwise {
+  template <class I>
+  static __device__ __forceinline__ I index(I row, int piece, int pieces)
+  {
+    return row * pieces + piece;
+  }
+};
+
 /* ---- q8_0: 16 codes, half a block ---- */
 struct Q8Raw {
   uint4 w;
   uint32_t d;
 };
-struct Q8Base {
+struct Q8Base : Rowwise {
   enum { VALUES = 16 };
   typedef Q8Raw Raw;
   static __device__ __forceinline__ Raw load(const Parts &p, int64_t i)
@@ -96,9 +107,10 @@ struct Q8Base {
     return r;
   }
   static __device__ __forceinline__ Raw zero() { return Raw{make_uint4(0, 0, 0, 0), 0}; }
+  static __device__ __forceinline__ uint32_t touch(const Raw &r) { return r.w.x | r.d; }
 };
 struct Q8Int : Q8Base {
-  enum { CODES = 1, FLOATS = 0, BOOK = 0 };
+  enum { CODES = 1, FLOATS = 0, BOOK = 0, SUMS = 0 };
   struct X {
     int4 high, low;
     float s;
@@ -119,7 +131,7 @@ struct Q8Int : Q8Base {
   }
 };
 struct Q8Exact : Q8Base {
-  enum { CODES = 0, FLOATS = 1, BOOK = 0 };
+  enum { CODES = 0, FLOATS = 1, BOOK = 0, SUMS = 0 };
   struct X {
     int i;
   };
@@ -150,7 +162,7 @@ static __device__ __forceinline__ int e2m1x4(uint32_t nibbles)
   uint32_t minus = __byte_perm(0xfdfeff00u, 0xf4f8fafcu, select);
   return (int)__byte_perm(plus, minus, 0x3210u | ((nibbles & 0x8888u) >> 1));
 }
-struct Mxfp4Base {
+struct Mxfp4Base : Rowwise {
   enum { VALUES = 32 };
   typedef Mxfp4Raw Raw;
   static __device__ __forceinline__ Raw load(const Parts &p, int64_t i)
@@ -161,9 +173,10 @@ struct Mxfp4Base {
     return r;
   }
   static __device__ __forceinline__ Raw zero() { return Raw{make_uint4(0, 0, 0, 0), 0}; }
+  static __device__ __forceinline__ uint32_t touch(const Raw &r) { return r.w.x | r.s; }
 };
 struct Mxfp4Int : Mxfp4Base {
-  enum { CODES = 1, FLOATS = 0, BOOK = 0 };
+  enum { CODES = 1, FLOATS = 0, BOOK = 0, SUMS = 2 };
   struct X {
     int4 high[2], low[2];
     float s;
@@ -186,7 +199,7 @@ struct Mxfp4Int : Mxfp4Base {
   }
 };
 struct Mxfp4Exact : Mxfp4Base {
-  enum { CODES = 0, FLOATS = 1, BOOK = 0 };
+  enum { CODES = 0, FLOATS = 1, BOOK = 0, SUMS = 0 };
   struct X {
     int i;
   };
@@ -204,6 +217,18 @@ struct Mxfp4Exact : Mxfp4Base {
   }
 };
 
+/* The bytes of (low, high) that the nibbles of `select` name; 8 more: the sign of that byte, eight times. __byte_perm knows no signs. */
+static __device__ __forceinline__ uint32_t permute_signs(uint32_t low, uint32_t high, uint32_t select)
+{
+  uint32_t r;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(low), "r"(high), "r"(select));
+  return r;
+}
+/* Values 0 … 3 and 4 … 7 of a codebook entry, as bytes. Nibble j names values j and 4 + j, of the nine pairs that there are: 0 … 7
+ * stand in the tables, and 15, the sign of two bytes that are no less than zero, is the pair of zeros. */
+static __device__ __forceinline__ uint32_t entry_first(uint32_t entry) { return permute_signs(0xff0100ffu, 0x0100ff01u, entry); }
+static __device__ __forceinline__ uint32_t entry_second(uint32_t entry) { return permute_signs(0x00ffffffu, 0x01010100u, entry); }
+
 /* ---- iq1_s: 128 codes, half a super-block: four sub-blocks of 32 ---- */
 struct Iq1Raw {
   uint4 qs;
@@ -213,6 +238,12 @@ struct Iq1Raw {
 struct Iq1Base {
   enum { VALUES = 128 };
   typedef Iq1Raw Raw;
+  /* Eight rows of a block of 256 values, two pieces each, stand together (weights.h). */
+  template <class I>
+  static __device__ __forceinline__ I index(I row, int piece, int pieces)
+  {
+    return (row >> 3) * (pieces * 8) + ((piece >> 1) << 4 | ((int)row & 7) << 1 | (piece & 1));
+  }
   static __device__ __forceinline__ Raw load(const Parts &p, int64_t i)
   {
     Raw r;
@@ -222,26 +253,33 @@ struct Iq1Base {
     return r;
   }
   static __device__ __forceinline__ Raw zero() { return Raw{make_uint4(0, 0, 0, 0), make_uint2(0, 0), 0}; }
-  /* Codebook entry l of sub-block k: values plus one, packed. */
-  static __device__ __forceinline__ uint32_t entry(const SharedInput &in, uint32_t qs, uint32_t qh, int l)
-  {
-    uint32_t low = qs >> (8 * l), high = qh >> (3 * l);
-    return in.codebook[(low >> 2 & 63u) | (low & 3u) << 6 | (high & 7u) << 8]; /* fill_codebook */
-  }
+  /* Some bits of each load. */
+  static __device__ __forceinline__ uint32_t touch(const Raw &r) { return r.qs.x | r.qh.x | r.d; }
+  /* The word of sub-blocks 2m and 2m + 1 (weights.h), turned so that sub-block k's bits are where those of an even one lie. */
   static __device__ __forceinline__ uint32_t high_of(const Raw &r, int k)
   {
     uint32_t pair = k < 2 ? r.qh.x : r.qh.y;
-    return k & 1 ? pair >> 16 : pair & 0xffffu;
+    return k & 1 ? __funnelshift_r(pair, pair, 1) : pair;
   }
-  static __device__ __forceinline__ float scale_of(uint32_t qh) { return (float)(((qh >> 11) & 14u) + 1u); }
-  /* delta minus the one that the packed entries carry */
-  static __device__ __forceinline__ float shift_of(uint32_t qh) { return qh & 0x8000u ? -1.125f : -0.875f; }
+  /* 2 s + 1 of the even or odd sub-block of a pair. */
+  static __device__ __forceinline__ float scale_of(uint32_t pair, int odd)
+  {
+    uint32_t s = odd ? (pair >> 14 & 1u) | (pair >> 20 & 6u) : (pair >> 5 & 3u) | (pair >> 11 & 4u);
+    return (float)(2 * s + 1);
+  }
+  static __device__ __forceinline__ float delta_of(uint32_t pair, int odd) { return pair << 1 << odd & 0x80000000u ? -0.125f : 0.125f; }
+  /* Codebook entry l; `high` as high_of gives it. */
+  static __device__ __forceinline__ int entry_index(uint32_t qs, uint32_t high, int l)
+  {
+    uint32_t byte = high >> (8 * l);
+    return (int)((qs >> (8 * l) & 255u) << 3 | (byte >> 5 & 4u) | (byte >> 2 & 2u) | (byte >> 1 & 1u));
+  }
 };
 struct Iq1Int : Iq1Base { /* multiplied by iq1_mma.cuh */
-  enum { CODES = 1, FLOATS = 0, BOOK = 1 };
+  enum { CODES = 1, FLOATS = 0, BOOK = 1, SUMS = 1 };
 };
 struct Iq1Exact : Iq1Base {
-  enum { CODES = 0, FLOATS = 1, BOOK = 1 };
+  enum { CODES = 0, FLOATS = 1, BOOK = 1, SUMS = 0 };
   struct X {
     int i;
   };
@@ -251,18 +289,18 @@ struct Iq1Exact : Iq1Base {
     float total = 0;
 #pragma unroll 1
     for (int k = 0; k < 4; k++) {
-      uint32_t qs = word(r.qs, k), qh = high_of(r, k);
-      float sum = 0, shift = shift_of(qh);
+      uint32_t qs = word(r.qs, k), high = high_of(r, k), pair = k < 2 ? r.qh.x : r.qh.y;
+      float sum = 0, delta = delta_of(pair, k & 1);
 #pragma unroll
       for (int l = 0; l < 4; l++) {
-        uint32_t e = entry(in, qs, qh, l), h = e >> 4;
+        uint32_t e = ((const uint16_t *)in.codebook)[entry_index(qs, high, l)], a = entry_first(e), b = entry_second(e);
         int at = x.i * 32 + k * 8 + l * 2;
-        sum = dot4(in.values[cell(at)], (float)(e & 15u) + shift, (float)((e >> 8) & 15u) + shift,
-                   (float)((e >> 16) & 15u) + shift, (float)((e >> 24) & 15u) + shift, sum);
-        sum = dot4(in.values[cell(at + 1)], (float)(h & 15u) + shift, (float)((h >> 8) & 15u) + shift,
-                   (float)((h >> 16) & 15u) + shift, (float)((h >> 24) & 15u) + shift, sum);
+        sum = dot4(in.values[cell(at)], (float)(int8_t)a + delta, (float)(int8_t)(a >> 8) + delta, (float)(int8_t)(a >> 16) + delta,
+                   (float)(int8_t)(a >> 24) + delta, sum);
+        sum = dot4(in.values[cell(at + 1)], (float)(int8_t)b + delta, (float)(int8_t)(b >> 8) + delta,
+                   (float)(int8_t)(b >> 16) + delta, (float)(int8_t)(b >> 24) + delta, sum);
       }
-      total = fmaf(scale_of(qh), sum, total);
+      total = fmaf(scale_of(pair, k & 1), sum, total);
     }
     return total * half_bits(r.d);
   }
@@ -272,8 +310,8 @@ struct Iq1Exact : Iq1Base {
 struct PlainRaw {
   uint4 w;
 };
-struct PlainBase {
-  enum { CODES = 0, FLOATS = 1, BOOK = 0 };
+struct PlainBase : Rowwise {
+  enum { CODES = 0, FLOATS = 1, BOOK = 0, SUMS = 0 };
   typedef PlainRaw Raw;
   struct X {
     int i;
@@ -314,26 +352,38 @@ struct F32 : PlainBase {
   }
 };
 
-/* Element (row, col) of a matrix, decoded (GGUF blocks: block_element in blocks.cuh). */
-static __device__ inline float element(const K3CudaMatrix &m, int64_t row, int64_t col)
+/* Element (row, col) of a matrix of plain floats. */
+static __device__ __forceinline__ float plain_element(const K3CudaMatrix &m, int64_t row, int64_t col)
 {
   int64_t at = row * m.cols + col;
   switch (m.type) {
   case K3_TYPE_F32: return ((const float *)m.codes)[at];
   case K3_TYPE_BF16: return __uint_as_float((uint32_t)((const uint16_t *)m.codes)[at] << 16);
-  case K3_TYPE_F16: return half_bits(((const uint16_t *)m.codes)[at]);
+  default: return half_bits(((const uint16_t *)m.codes)[at]);
+  }
+}
+
+/* Element (row, col) of a matrix, decoded (GGUF blocks: block_element in blocks.cuh). */
+static __device__ inline float element(const K3CudaMatrix &m, int64_t row, int64_t col)
+{
+  int64_t at = row * m.cols + col;
+  switch (m.type) {
+  case K3_TYPE_F32:
+  case K3_TYPE_BF16:
+  case K3_TYPE_F16: return plain_element(m, row, col);
   case K3_TYPE_Q8_0: return (float)((const int8_t *)m.codes)[at] * half_bits(((const uint16_t *)m.scale)[at >> 5]);
   case K3_TYPE_MXFP4: {
     uint32_t nibble = (((const uint8_t *)m.codes)[at >> 1] >> ((at & 1) * 4)) & 15u;
     return (float)(int8_t)(e2m1x4(nibble) & 0xff) * (0.5f * e8m0(((const uint8_t *)m.scale)[at >> 5]));
   }
   default: {
-    uint32_t qs = ((const uint8_t *)m.codes)[at >> 3];
-    uint32_t qh = ((const uint16_t *)m.high)[at >> 5];
-    uint32_t entry = m.codebook[qs | (((qh >> (3 * ((at >> 3) & 3))) & 7u) << 8)];
-    uint32_t value = (entry >> (8 * (at & 3) + (at & 4))) & 15u;
-    float d = half_bits(((const uint16_t *)m.scale)[at >> 8]);
-    return d * Iq1Base::scale_of(qh) * ((float)value + Iq1Base::shift_of(qh));
+    int64_t piece = Iq1Base::index(row, (int)(col >> 7), (int)(m.cols >> 7));
+    uint32_t qs = ((const uint8_t *)m.codes)[piece * 16 + (col >> 3 & 15)], pair = ((const uint32_t *)m.high)[piece * 2 + (col >> 6 & 1)];
+    int odd = (int)(at >> 5) & 1, l = (int)(at >> 3) & 3;
+    uint32_t high = odd ? __funnelshift_r(pair, pair, 1) : pair;
+    uint32_t e = ((const uint16_t *)m.codebook)[Iq1Base::entry_index(qs << (8 * l), high, l)];
+    float value = (float)(int8_t)((at & 4 ? entry_second(e) : entry_first(e)) >> (8 * (at & 3)));
+    return half_bits(((const uint16_t *)m.scale)[piece >> 1]) * Iq1Base::scale_of(pair, odd) * (value + Iq1Base::delta_of(pair, odd));
   }
   }
 }

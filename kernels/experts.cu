@@ -1,10 +1,10 @@
 /* Routed experts. See experts.h. Layer: backend (CUDA).
  *
  * experts_kernel: one block an SM, in three phases (numbered below). Every block routes for itself with half of its warps. The gate and
- * up rows of all local chosen experts stand in one line, dealt to the blocks; situ of them goes to `hidden`. Then all blocks
- * meet, and z's rows are dealt to them: a row's pieces run over all local experts (hidden vectors times w_e in shared memory).
- * Reads n * 3 * band * L values' bytes and the shared experts' down. Bound: latency, then instructions of the codebook look-ups
- * (iq1_s). Twins: k3_host_route, k3_host_experts_gate_up, k3_host_experts_down. */
+ * up rows of all local chosen experts stand in one line, dealt to the blocks; situ of them is posted to all blocks, which take up
+ * the shared experts' rows meanwhile. Then z's rows are dealt to them: a row's pieces run over all local experts (hidden vectors times
+ * w_e in shared memory). Reads n * 3 * band * L values' bytes and the shared experts' down. Bound: latency, then shared memory (iq1_s).
+ * Twins: k3_host_route, k3_host_experts_gate_up, k3_host_experts_down. */
 #include "kernels/experts.h"
 
 #include "kernels/iq1_mma.cuh"
@@ -15,7 +15,7 @@ namespace {
 
 using namespace k3;
 
-enum { THREADS = 2 * ROUTE_THREADS, WARPS = THREADS / 32, MOST_SHARED = 218 << 10 /* of 227 KB; the kernel has 9 of its own */ };
+enum { THREADS = 2 * ROUTE_THREADS, WARPS = THREADS / 32, MOST_SHARED = 216 << 10 /* of 227 KB; the kernel has 11 of its own */ };
 
 /* n / d for n · d < 2^32 with magic = 2^32 / d + 1; 0 stands for d = 1. */
 __device__ __forceinline__ int divide(int n, uint32_t magic) { return magic ? (int)__umulhi((uint32_t)n, magic) : n; }
@@ -57,25 +57,27 @@ struct ExpertsMap {
   const int32_t *local;
   int rows, pieces; /* of one expert */
   uint32_t magic;   /* of its pairs, or of its pieces */
+  template <class F>
   __device__ __forceinline__ Parts place(int row, int piece, int64_t *index) const
   {
     int slot = divide(down ? piece : row >> 1, magic);
     int64_t base = (int64_t)local[slot] * rows;
-    *index = down ? (base + row) * pieces + (piece - slot * pieces) : (base + (row >> 1) - slot * rows) * pieces + piece;
+    *index = down ? F::index(base + row, piece - slot * pieces, pieces) : F::index(base + (row >> 1) - slot * rows, piece, pieces);
     return row & 1 ? parts[1] : parts[0];
   }
-  /* Rows `row`, which is even, and row + 1. */
+  /* Rows `row` and row + 8 of a tile of 16: a gate row and the up row beside it. */
+  template <class F>
   __device__ __forceinline__ void place_pair(int row, int last, int piece, Parts two[2], uint32_t index[2]) const
   {
     two[0] = parts[0], two[1] = parts[1];
     if (down) {
       int slot = divide(piece, magic);
       uint32_t base = (uint32_t)local[slot] * rows;
-      index[0] = (base + min(row, last)) * pieces + (piece - slot * pieces);
-      index[1] = (base + min(row + 1, last)) * pieces + (piece - slot * pieces);
+      index[0] = F::index(base + min(row, last), piece - slot * pieces, pieces);
+      index[1] = row + 8 <= last ? index[0] + 8 * pieces : index[0];
     } else {
-      int pair = min(row, last) >> 1, slot = divide(pair, magic);
-      index[0] = index[1] = ((uint32_t)(local[slot] - slot) * rows + pair) * pieces + piece;
+      int pair = min(row >> 4 << 3 | (row & 7), last >> 1), slot = divide(pair, magic);
+      index[0] = index[1] = F::index((uint32_t)((local[slot] - slot) * rows + pair), piece, pieces);
     }
   }
 };
@@ -94,81 +96,204 @@ __device__ __forceinline__ SharedInput input_of(char *memory, const SharedPlan &
   return in;
 }
 
-/* Four values times `weight`, i … i + 3, into the input: put4 (gemv.cuh) in fewer instructions, for what all blocks do alike. The
- * codes do not know the weight. */
+/* code_factor (quantise.cuh) without the branches of a division: rounded alike, by two corrections, up to MOST_VALUE. */
+constexpr float MOST_VALUE = 8e37f;
+__device__ __forceinline__ float code_factor_fast(float most)
+{
+  float r;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(most));
+  r = fmaf(r, fmaf(-most, r, 1.0f), r);
+  float q = CODE_MOST * r;
+  q = fmaf(r, fmaf(-most, q, CODE_MOST), q);
+  return most > 1e-30f ? q : 0.0f;
+}
+
+/* The low bytes of four words, and the next bytes. */
+__device__ __forceinline__ uint32_t low_bytes(uint32_t a, uint32_t b, uint32_t c, uint32_t d)
+{
+  return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410);
+}
+__device__ __forceinline__ uint32_t next_bytes(uint32_t a, uint32_t b, uint32_t c, uint32_t d)
+{
+  return __byte_perm(__byte_perm(a, b, 0x0051), __byte_perm(c, d, 0x0051), 0x5410);
+}
+
+/* Eight values, i … i + 7, the first four times weight[0], the others times weight[1] (of codes all times weight[0]), into the input
+ * if `there`, by whole warps: put4 (gemv.cuh) in fewer instructions, for what all blocks do alike. The codes do not know the weight. */
 template <class F>
-__device__ __forceinline__ void put(const SharedInput &in, int i, const float v[4], float weight)
+__device__ __forceinline__ void put(const SharedInput &in, int i, const float v[8], const float weight[2], bool there)
 {
   if (!F::CODES) {
-    in.values[cell(i >> 2)] = make_float4(v[0] * weight, v[1] * weight, v[2] * weight, v[3] * weight);
+    if (!there) return;
+    in.values[cell(i >> 2)] = make_float4(v[0] * weight[0], v[1] * weight[0], v[2] * weight[0], v[3] * weight[0]);
+    in.values[cell((i >> 2) + 1)] = make_float4(v[4] * weight[1], v[5] * weight[1], v[6] * weight[1], v[7] * weight[1]);
     return;
   }
-  float most = max_nan(max_nan(fabsf(v[0]), fabsf(v[1])), max_nan(fabsf(v[2]), fabsf(v[3])));
+  float most = 0.0f;
 #pragma unroll
-  for (int o = 4; o; o >>= 1) most = max_nan(most, __shfl_xor_sync(0xffffffffu, most, o));
-  float factor = code_factor(most);
-  constexpr float magic = 12582912.0f; /* 1.5 · 2^23: a sum's low bits are the rounded code */
-  uint32_t code[4];
+  for (int k = 0; k < 8; k++) most = max_nan(most, fabsf(v[k]));
 #pragma unroll
-  for (int k = 0; k < 4; k++) code[k] = __float_as_uint(__fadd_rn(__fmul_rn(v[k], factor), magic));
-  uint32_t low = __byte_perm(__byte_perm(code[0], code[1], 0x0040), __byte_perm(code[2], code[3], 0x0040), 0x5410);
-  uint32_t high = __byte_perm(__byte_perm(code[0] + 128, code[1] + 128, 0x0051),
-                              __byte_perm(code[2] + 128, code[3] + 128, 0x0051), 0x5410);
-  int at = cell(i >> 4) * 4 + ((i >> 2) & 3), sum = 0;
-  ((uint32_t *)in.high)[at] = high;
-  ((uint32_t *)in.low)[at] = low;
-  if (F::BOOK) { /* the sums serve iq1_s alone */
-    sum = (int)(code[0] + code[1] + code[2] + code[3] - 4 * 0x4b400000u);
+  for (int o = 2; o; o >>= 1) most = max_nan(most, __shfl_xor_sync(0xffffffffu, most, o));
+  const float factor = code_factor_fast(most);
+  uint32_t code[8], up[8];
+  int sum = 0;
 #pragma unroll
-    for (int o = 4; o; o >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, o);
+  for (int k = 0; k < 8; k++) {
+    code[k] = __float_as_uint(__fadd_rn(__fmul_rn(v[k], factor), MAGIC));
+    up[k] = code[k] + 128;
+    if (F::SUMS) sum += (int)code[k] - MAGIC_INT;
   }
-  if ((threadIdx.x & 7) == 0) {
-    float scale = most * (1.0f / CODE_MOST) * weight;
+  if (F::SUMS)
+#pragma unroll
+    for (int o = 2; o; o >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, o);
+  if (!there) return;
+  const int at = cell(i >> 4) * 2 + ((i >> 3) & 1);
+  ((uint2 *)in.low)[at] = make_uint2(low_bytes(code[0], code[1], code[2], code[3]), low_bytes(code[4], code[5], code[6], code[7]));
+  ((uint2 *)in.high)[at] = make_uint2(next_bytes(up[0], up[1], up[2], up[3]), next_bytes(up[4], up[5], up[6], up[7]));
+  if ((threadIdx.x & 3) == 0) {
+    float scale = (most < MOST_VALUE ? most : NAN) * (1.0f / CODE_MOST) * weight[0]; /* NaN too, and what is too large, become NaN */
     in.scales[i >> 5] = scale;
-    if (F::BOOK) in.sums[i >> 5] = scale * (float)sum;
+    if (F::SUMS) in.sums[i >> 5] = F::SUMS == 1 ? scale * (float)sum : __int_as_float(sum * -MXFP4_SHIFT);
   }
 }
 
-/* `n` numbers by `threads` threads of which this is number t: all loads of ROUNDS rounds first. Padded with zeros. */
-template <class F, int ROUNDS, class Weight>
-__device__ __forceinline__ void fill(const SharedInput &in, const float *from, int n, int t, int threads, Weight weight)
+/* Numbers that other blocks post: a word of ones is none yet. Written and read as they are, they need no barrier. */
+static constexpr uint32_t NOT_POSTED = 0xffffffffu;
+__device__ __forceinline__ void post(float *to, float v)
 {
-  const int padded = (n + 127) / 128 * 128;
-  const bool fours = n % 4 == 0 && ((uintptr_t)from & 15) == 0;
-  for (int first = t * 4; first < padded; first += ROUNDS * threads * 4) {
-    float v[ROUNDS][4];
-    if (fours) {
+  uint32_t bits = __float_as_uint(v);
+  if (bits == NOT_POSTED) bits = 0x7fffffffu; /* NaN too */
+  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(to), "r"(bits) : "memory");
+}
+__device__ __forceinline__ float posted(const float *from)
+{
+  float v;
+  asm volatile("ld.relaxed.gpu.global.f32 %0, [%1];" : "=f"(v) : "l"(from) : "memory");
+  return v;
+}
+__device__ __forceinline__ float4 posted4(const float *from)
+{
+  float4 v;
+  asm volatile("ld.relaxed.gpu.global.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(from) : "memory");
+  return v;
+}
+
+/* `n` numbers into the input by `threads` threads of which this is number t (whole warps), padded with zeros: load(), whose
+ * loads may come long before store(). `wait`: until they are posted. */
+template <class F>
+struct Fill {
+  enum { ROUNDS = 2 }; /* whose loads come first */
+  const float *const from;
+  const int n, threads;
+  const bool wait;
+  int first;
+  float v[ROUNDS][8];
+
+  __device__ __forceinline__ Fill(const float *its_from, int its_n, int t, int its_threads, bool waits)
+      : from(its_from), n(its_n), threads(its_threads), wait(waits), first(t * 8)
+  {
+  }
+
+  __device__ __forceinline__ void fetch(float to[ROUNDS][8], int at) const
+  {
+    const bool fours = n % 4 == 0 && ((uintptr_t)from & 15) == 0;
 #pragma unroll
-      for (int r = 0; r < ROUNDS; r++) {
-        int i = first + r * threads * 4;
-        float4 f = i < n ? __ldcg((const float4 *)(from + i)) : make_float4(0, 0, 0, 0);
-        v[r][0] = f.x, v[r][1] = f.y, v[r][2] = f.z, v[r][3] = f.w;
+    for (int r = 0; r < 2 * ROUNDS; r++) {
+      const int i = at + (r >> 1) * threads * 8 + (r & 1) * 4;
+      float *four = &to[r >> 1][(r & 1) * 4];
+      if (fours) {
+        float4 f = i < n ? posted4(from + i) : make_float4(0, 0, 0, 0);
+        four[0] = f.x, four[1] = f.y, four[2] = f.z, four[3] = f.w;
+      } else {
+#pragma unroll
+        for (int k = 0; k < 4; k++) four[k] = i + k < n ? posted(from + i + k) : 0.0f;
       }
-    } else {
-#pragma unroll
-      for (int r = 0; r < ROUNDS; r++) fetch4(from, first + r * threads * 4, n, v[r]);
     }
+  }
+
+  __device__ __forceinline__ void load() { fetch(v, first); }
+
+  template <class Weight>
+  __device__ __forceinline__ void store(const SharedInput &in, Weight weight)
+  {
+    const int padded = (n + 127) / 128 * 128, lane = (int)threadIdx.x & 31, step = ROUNDS * threads * 8;
+    while (first - lane * 8 < padded) {
+      while (wait) {
+        bool again = false;
+#pragma unroll
+        for (int k = 0; k < 8 * ROUNDS; k++) again |= __float_as_uint(v[k >> 3][k & 7]) == NOT_POSTED;
+        if (!__any_sync(0xffffffffu, again)) break;
+        fetch(v, first);
+      }
+      float next[ROUNDS][8] = {};
+      if (first + step - lane * 8 < padded) fetch(next, first + step);
+#pragma unroll 1 /* code that runs cold once a layer: short before fast */
+      for (int r = 0, i = first; r < ROUNDS && i - lane * 8 < padded; r++, i += threads * 8) {
+        const float weights[2] = {i < n ? weight(i) : 0.0f, !F::CODES && i + 4 < n ? weight(i + 4) : 0.0f};
+        put<F>(in, i, v[0], weights, i < padded);
+#pragma unroll
+        for (int k = 0; k < 8 * (ROUNDS - 1); k++) v[k >> 3][k & 7] = v[(k >> 3) + 1][k & 7];
+      }
+#pragma unroll
+      for (int k = 0; k < 8 * ROUNDS; k++) v[k >> 3][k & 7] = next[k >> 3][k & 7];
+      first += step;
+    }
+  }
+};
+
+/* The same of situ(gate, up): a block of 32 a warp, one value a thread. */
+template <class F>
+struct FillSitu {
+  enum { ROUNDS = 4 };
+  const float *const gate, *const up;
+  const int n, threads;
+  int first;
+  float g[ROUNDS], u[ROUNDS];
+
+  __device__ __forceinline__ FillSitu(const float *its_gate, const float *its_up, int its_n, int t, int its_threads)
+      : gate(its_gate), up(its_up), n(its_n), threads(its_threads), first(t)
+  {
+  }
+
+  __device__ __forceinline__ void load()
+  {
 #pragma unroll
     for (int r = 0; r < ROUNDS; r++) {
-      int i = first + r * threads * 4;
-      if (i < padded) put<F>(in, i, v[r], i < n ? weight(i) : 0.0f);
+      int i = first + r * threads;
+      g[r] = i < n ? __ldcg(gate + i) : 0.0f, u[r] = i < n ? __ldcg(up + i) : 0.0f;
     }
   }
+
+  __device__ __forceinline__ void store(const SharedInput &in, float beta, float linear_beta)
+  {
+    const int padded = (n + 127) / 128 * 128;
+    while (first < padded) {
+#pragma unroll 1
+      for (int r = 0, i = first; r < ROUNDS && i < padded; r++, i += threads) {
+        put1(in, i, situ(g[0], u[0], beta, linear_beta));
+#pragma unroll
+        for (int k = 0; k + 1 < ROUNDS; k++) g[k] = g[k + 1], u[k] = u[k + 1];
+      }
+      first += ROUNDS * threads;
+      if (first < padded) load();
+    }
+  }
+};
+
+/* Blocks of a launch count down the number at `meeting`, and the last of them its upper half: launches alternate between two places
+ * for what blocks post, and the launch between has emptied each. take_turn by one thread of each block; `before`: its result. */
+__device__ __forceinline__ uint32_t take_turn(uint32_t *meeting) { return atomicAdd(meeting, 0xffffffffu); }
+__device__ __forceinline__ int end_turn(uint32_t *meeting, uint32_t before)
+{
+  if ((before & 0xffffu) == 0x10000u - gridDim.x) atomicAdd(meeting, gridDim.x - 0x10000u);
+  return (int)(before >> 16 & 1u);
 }
 
-/* All blocks meet: the number at `meeting` gains 2^31 when the last arrives, whatever it was. One thread of each block, after a
- * block barrier behind the block's stores, and before one ahead of its loads. */
-__device__ __forceinline__ uint32_t arrive_at_meeting(uint32_t *meeting)
+/* Values from … to of a q8_0 matrix to the L2. */
+__device__ __forceinline__ void prefetch_q8(const Parts &p, int64_t from, int64_t to)
 {
-  uint32_t before, one = blockIdx.x == 0 ? 0x80000000u - (gridDim.x - 1) : 1;
-  asm volatile("atom.add.release.gpu.global.u32 %0, [%1], %2;" : "=r"(before) : "l"(meeting), "r"(one) : "memory");
-  return before;
-}
-__device__ __forceinline__ void await_meeting(const uint32_t *meeting, uint32_t before)
-{
-  uint32_t now;
-  do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(meeting) : "memory");
-  while (!((now ^ before) >> 31));
+  for (int64_t i = from + threadIdx.x * 128; i < to; i += THREADS * 128) prefetch_l2(p.codes + i);
+  for (int64_t i = from / 16 + threadIdx.x * 128; i < to / 16; i += THREADS * 128) prefetch_l2(p.scale + i);
 }
 
 /* The weights of the local experts, in the order of their slots, and what the caller gets of the routing; one warp. */
@@ -182,14 +307,52 @@ __device__ __forceinline__ void weigh(const Arguments &a, const RouteShared &rou
   if (blockIdx.x == gridDim.x - 1 && id >= 0) a.ids[lane] = id, a.weights[lane] = w;
 }
 
-/* The shared experts' rows. */
+template <class F, int D>
+struct ExpertRows : RowsOf<F, D, ExpertsMap> {
+};
+template <int D>
+struct ExpertRows<Mxfp4Int, D> {
+  typedef MmaRows<Mxfp4Int, D, D / 2, ExpertsMap> Type;
+  enum { ROWS = 16 };
+};
+
+/* The shared experts' rows of this block. */
 template <class S>
-struct SharedOf {
+struct SharedRows {
   typedef Gemv<S, 2, PlainMap> Type;
 };
 template <>
-struct SharedOf<Q8Int> {
-  typedef MmaRows<Q8Int, 3, PlainMap> Type;
+struct SharedRows<Q8Int> {
+  typedef MmaRows<Q8Int, 4, 2, PlainMap> Type;
+};
+template <class S>
+struct SharedOf {
+  int begin, end;
+  const Arguments &a;
+  __device__ __forceinline__ SharedOf(const Arguments &arguments) : a(arguments)
+  {
+    share_rows<1>(a.shared_rows, blockIdx.x, a.grid_magic, &begin, &end);
+  }
+  __device__ __forceinline__ typename SharedRows<S>::Type rows() const
+  {
+    return typename SharedRows<S>::Type(PlainMap{a.shared_down, a.shared_tiling.pieces}, a.shared_tiling, begin, end,
+                                        threadIdx.x / 32, WARPS);
+  }
+  __device__ __forceinline__ void run(const SharedInput &in, float *segments) const
+  {
+    typename SharedRows<S>::Type its = rows();
+    its.preload();
+    its.run(in, segments);
+  }
+  /* After a block barrier; by other threads than those of z and of situ. */
+  __device__ __forceinline__ void write(const float *segments) const
+  {
+    const typename SharedRows<S>::Type its = rows();
+    for (int i = THREADS - 1 - threadIdx.x; i < end - begin; i += THREADS) {
+      float sum = its.row_sum(segments, i);
+      a.shared_y[begin + i] = a.shared_add ? sum + __ldcg(a.shared_y + begin + i) : sum;
+    }
+  }
 };
 
 template <class F, int D, class S>
@@ -198,92 +361,100 @@ __global__ void __launch_bounds__(THREADS, 1) experts_kernel(const __grid_consta
   extern __shared__ __align__(128) char memory[];
   __shared__ RouteShared routed;
   __shared__ float weight[K3_ROUTER_CHOSEN];
+  __shared__ int turn;
   SharedInput x = input_of<F>(memory, a.x), shared_in = input_of<S>(memory, a.shared);
   float *segments = (float *)(memory + a.x.segments), *shared_segments = (float *)(memory + a.shared.segments);
-  if (F::BOOK) x.codebook = (uint32_t *)(memory + a.x.codebook);
+  if (F::BOOK) x.codebook = (uint32_t *)memory; /* its plan begins with it, at 0: look-ups add a constant */
 
-  /* 1. Before the wait: the codebook; the shared experts' first weights. */
-  fill_codebook(x, a.codebook);
+  /* 1. Before the wait: the codebook, the router's bias; the shared experts' rows to the L2 alone, as loads come back in order and
+   * what all blocks are waiting for would stand behind them. */
   enum { FILLERS = THREADS - ROUTE_THREADS };
   const int t = (int)threadIdx.x - ROUTE_THREADS, latent = a.latent, band = a.band;
+  Book<ROUTE_THREADS> book;
   float bias[ROUTE_KEYS];
-  if (t < 0) fetch_keys(a.routing.bias, a.routing.experts, bias);
+  if (t < 0) {
+    fetch_keys(a.routing.bias, a.routing.experts, bias);
+    if (F::BOOK) book.load(a.codebook, threadIdx.x);
+  }
   int begin = 0, end = 0;
   if (a.shared_y) share_rows<1>(a.shared_rows, blockIdx.x, a.grid_magic, &begin, &end);
-  const int shared_begin = begin, shared_end = end;
-  typename SharedOf<S>::Type shared(PlainMap{a.shared_down, a.shared_tiling.pieces}, a.shared_tiling, begin, end,
-                                    threadIdx.x / 32, WARPS);
-  shared.preload();
+  const int width = begin < end ? a.shared_width : 0;
+  prefetch_q8(a.shared_down, (int64_t)begin * width, (int64_t)end * width);
   k3_wait();
 
   /* 2. Half of the warps find out which experts; the others prepare both inputs. */
+  const bool meets = a.first_pass < a.last_pass;
   if (t < 0) {
     float logit[ROUTE_KEYS];
     fetch_keys(a.routing.logits, a.routing.experts, logit);
     route_ids(a.routing, a.first, a.local, bias, logit, routed);
+    if (F::BOOK) book.store(x, threadIdx.x);
   } else {
-    const int n = begin < end ? a.shared_width : 0;
-    float g[4], u[4];
-    fetch4(a.shared_gate, t * 4, n, g);
-    fetch4(a.shared_up, t * 4, n, u);
-    fill<F, 4>(x, a.y, latent, t, FILLERS, [](int) { return 1.0f; });
-    for (int i = t * 4; i < (n + 127) / 128 * 128; i += FILLERS * 4) {
-      if (i != t * 4) fetch4(a.shared_gate, i, n, g), fetch4(a.shared_up, i, n, u);
-#pragma unroll
-      for (int k = 0; k < 4; k++) g[k] = situ(g[k], u[k], a.shared_beta, a.shared_linear_beta);
-      put<S>(shared_in, i, g, 1.0f);
-    }
+    Fill<F> y(a.y, latent, t, FILLERS, false);
+    FillSitu<S> hidden(a.shared_gate, a.shared_up, width, t, FILLERS);
+    uint32_t before = 0;
+    y.load();
+    hidden.load();
+    if (meets && threadIdx.x == THREADS - 1) before = take_turn(a.meeting);
+    y.store(x, [](int) { return 1.0f; });
+    hidden.store(shared_in, a.shared_beta, a.shared_linear_beta);
+    if (meets && threadIdx.x == THREADS - 1) turn = end_turn(a.meeting, before);
   }
   __syncthreads();
-  const int count = routed.local_count;
+  const int count = routed.local_count, most = a.routing.chosen * band;
 
-  /* 3. Two products by the same code, warm in the instruction caches for the second: gate and up; then, after the blocks met,
-   * down. */
-  typedef RowsOf<F, D, ExpertsMap> Rows;
-  enum { PARTS = Rows::ROWS == 1, ROWS = PARTS ? 2 : Rows::ROWS };
-  uint32_t arrival = 0;
+  /* 3. Two products by the same code, warm in the instruction caches for the second: gate and up; then down. Between, while the other
+   * blocks come to an end, the shared experts' rows. */
+  typedef ExpertRows<F, D> Rows;
+  enum { ROWS = Rows::ROWS == 1 ? 2 : Rows::ROWS };
 #pragma unroll 1
   for (int pass = a.first_pass;; pass++) {
-    const bool down = PARTS ? pass > 0 : pass == 1;
-    /* iq1_s has no register left for more passes, and its hidden vectors as codes need none: 110 KB of Kimi K3 on one rank */
-    const int slot = PARTS && down ? (pass - 1) * a.slots : 0, here = PARTS && down ? min(count - slot, a.slots) : count;
+    const bool down = pass > 0;
+    const int slot = down ? (pass - 1) * a.slots : 0, slots = down ? min(count - slot, a.slots) : count;
     ExpertsMap map{down, {down ? a.down : a.gate, down ? a.down : a.up}, routed.local + slot, down ? latent : band,
                    down ? a.pieces : a.tiling.pieces, down ? a.pieces_magic : a.band_magic};
     share_rows<ROWS>(!down ? 2 * count * band : count ? latent : 0, blockIdx.x, a.grid_magic, &begin, &end);
-    Tiling tiling = !down ? a.tiling : Rows::ROWS == 1 ? tiling_of(max(1, here) * a.pieces) : Tiling{here * a.pieces};
+    Tiling tiling = !down ? a.tiling : Rows::ROWS == 1 ? tiling_of(max(1, slots) * a.pieces) : Tiling{slots * a.pieces};
     typename Rows::Type gemv(map, tiling, begin, end, threadIdx.x / 32, WARPS);
+    if (pass == a.first_pass && threadIdx.x / 32 == WARPS - 1) weigh(a, routed, weight);
+    if (down) {
+      if (pass == 1 && meets && a.shared_y) SharedOf<S>(a).run(shared_in, shared_segments);
+      if (pass == a.first_pass) __syncthreads();
+      Fill<F> hidden((meets ? (float *)a.meeting + 4 + turn * most : a.hidden) + slot * band, slots * band, threadIdx.x, THREADS, meets);
+      hidden.load();
+      hidden.store(x, [&](int i) { return weight[slot + divide(i, a.band_magic)]; });
+    }
     gemv.preload();
-    if (!down) { /* while the first loads come */
-      shared.run(shared_in, shared_segments);
-    } else {
-      if ((!PARTS || slot == 0) && threadIdx.x / 32 == 1) weigh(a, routed, weight);
-      if ((!PARTS || pass == 1) && threadIdx.x == 0 && a.first_pass == 0) await_meeting(a.meeting, arrival);
+    if (down) {
       __syncthreads();
-      fill<F, 4>(x, a.hidden + slot * band, here * band, threadIdx.x, THREADS,
-                 [&](int i) { return weight[slot + divide(i, a.band_magic)]; });
-      __syncthreads();
+      if (pass == 1 && meets && a.shared_y) SharedOf<S>(a).write(shared_segments);
+    } else if (meets) {
+      for (int i = blockIdx.x * THREADS + threadIdx.x; i < most; i += gridDim.x * THREADS)
+        a.meeting[4 + (turn ^ 1) * most + i] = NOT_POSTED; /* for the next launch */
     }
     gemv.run(x, segments);
     __syncthreads();
     if (down) {
       for (int i = threadIdx.x; i < end - begin; i += THREADS)
-        a.z[begin + i] = PARTS && slot ? a.z[begin + i] + gemv.row_sum(segments, i) : gemv.row_sum(segments, i);
-      if (!PARTS || slot + a.slots >= count) break;
+        a.z[begin + i] = slot ? a.z[begin + i] + gemv.row_sum(segments, i) : gemv.row_sum(segments, i);
+      if (slot + a.slots >= count) break;
       continue;
     }
-    for (int i = THREADS - 1 - threadIdx.x; i < shared_end - shared_begin; i += THREADS) { /* other threads than those of situ */
-      float sum = shared.row_sum(shared_segments, i);
-      a.shared_y[shared_begin + i] = a.shared_add ? sum + __ldcg(a.shared_y + shared_begin + i) : sum;
+    for (int i = threadIdx.x; i < (end - begin) / 2; i += THREADS) {
+      const int gate = ROWS == 16 ? i >> 3 << 4 | (i & 7) : 2 * i, up = ROWS == 16 ? gate + 8 : gate + 1;
+      float h = situ(gemv.row_sum(segments, gate), gemv.row_sum(segments, up), a.situ_beta, a.situ_linear_beta);
+      if (meets) post((float *)a.meeting + 4 + turn * most + begin / 2 + i, h);
+      a.hidden[begin / 2 + i] = h;
     }
-    for (int i = threadIdx.x; i < (end - begin) / 2; i += THREADS)
-      a.hidden[begin / 2 + i] =
-          situ(gemv.row_sum(segments, 2 * i), gemv.row_sum(segments, 2 * i + 1), a.situ_beta, a.situ_linear_beta);
-    if (count == 0 || a.last_pass == 0) {
-      if (threadIdx.x < 32) weigh(a, routed, weight); /* ids and weights are an output */
+    if (count == 0 || !meets) {
+      if (a.shared_y) {
+        SharedOf<S> shared(a);
+        shared.run(shared_in, shared_segments);
+        __syncthreads();
+        shared.write(shared_segments);
+      }
       break;
     }
-    __syncthreads();
-    if (threadIdx.x == 0) arrival = arrive_at_meeting(a.meeting);
   }
   if (count == 0 && a.last_pass == 1)
     for (int i = blockIdx.x * THREADS + threadIdx.x; i < latent; i += gridDim.x * THREADS) a.z[i] = 0.0f;
@@ -314,7 +485,7 @@ const void *kernel_of(K3Type type, int exact)
     return exact ? (const void *)experts_kernel<Q8Exact, 2, Q8Exact> : (const void *)experts_kernel<Q8Int, 6, Q8Int>;
   case K3_TYPE_MXFP4:
     return exact ? (const void *)experts_kernel<Mxfp4Exact, 2, Q8Exact>
-                 : (const void *)experts_kernel<Mxfp4Int, 6, Q8Int>;
+                 : (const void *)experts_kernel<Mxfp4Int, 4, Q8Int>;
   default:
     return exact ? (const void *)experts_kernel<Iq1Exact, 2, Q8Exact> : (const void *)experts_kernel<Iq1Int, 2, Q8Int>;
   }
@@ -357,7 +528,7 @@ K3Status check(const K3CudaLaunch *launch, const K3CudaExperts *e)
 K3Status launch_passes(const K3CudaLaunch *launch, const K3CudaExperts *e, K3Type type, int first, int last, int fuse)
 {
   Arguments a = {};
-  int exact = e->exact || !k3_format_is_quantised(type), book = type == K3_TYPE_IQ1_S, mma = book && !exact;
+  int exact = e->exact || !k3_format_is_quantised(type), book = type == K3_TYPE_IQ1_S, mma = (book || type == K3_TYPE_MXFP4) && !exact;
   int values = piece_values(type), chosen = e->routing.chosen;
   unsigned grid = (unsigned)launch->sm_count;
   a.first_pass = first, a.last_pass = last;
@@ -381,17 +552,17 @@ K3Status launch_passes(const K3CudaLaunch *launch, const K3CudaExperts *e, K3Typ
   a.grid_magic = magic_of(grid);
   /* the tiling of down's rows depends on the number of local experts: 32 rows a step at most */
   int rows = 2 * (int)(chosen * e->band / grid) + 32, down_rows = (int)(e->y.n / grid) + 34;
-  int sums = mma ? mma_segment_floats(rows, a.tiling.pieces) : segment_floats(rows, a.tiling.lanes, WARPS);
+  int sums = mma ? mma_segment_floats(rows, WARPS) : segment_floats(rows, a.tiling.lanes, WARPS);
   a.shared_tiling = tiling_of(fuse ? (int)(e->shared.matrix.cols / 16) : 1);
   int shared_rows = fuse ? (int)(e->shared.matrix.rows / grid) + 1 : 0;
   for (a.slots = chosen;; a.slots--) { /* as many as fit */
-    int down_sums = mma ? mma_segment_floats(down_rows, a.slots * a.pieces) : segment_floats(down_rows, 1, WARPS);
+    int down_sums = mma ? mma_segment_floats(down_rows, WARPS) : segment_floats(down_rows, 1, WARPS);
     int64_t width = a.slots * e->band > e->y.n ? a.slots * e->band : e->y.n;
     a.x = plan_shared(0, width, !exact, exact, book, sums > down_sums ? sums : down_sums);
     a.shared = plan_shared(a.x.bytes, fuse ? e->shared_input.n : 0, fuse && !e->exact, fuse && e->exact, 0,
                            e->exact ? segment_floats(shared_rows, a.shared_tiling.lanes, WARPS)
-                                    : mma_segment_floats(shared_rows, a.shared_tiling.pieces));
-    if (a.shared.bytes <= MOST_SHARED || a.slots == 1 || mma) break;
+                                    : mma_segment_floats(shared_rows, WARPS));
+    if (a.shared.bytes <= MOST_SHARED || a.slots == 1) break;
   }
   void *arguments[] = {&a};
   return k3_cuda_launch_kernel(launch, "experts_kernel", kernel_of(type, e->exact), grid, THREADS, 1, (size_t)a.shared.bytes, arguments);

@@ -29,8 +29,9 @@ typedef struct {
  * shared_input (SITU).
  * in   y: input of latent L (VALUES); gate, up: [local * band, L]; down: [local * L, band]; expert-major
  * out  ids, weights [chosen]; hidden [chosen][band] f32, as many rows as there are local experts; z [L] f32
- * All blocks meet once, between up and down, so each must find room at the same time: one an SM. *meeting, 0 at first,
- * counts their arrivals; one a stream.
+ * Blocks wait for the hidden values of others, so each must find room at the same time: one an SM. `meeting`, one a stream:
+ * k3_cuda_meeting_bytes(chosen, band) bytes, aligned to 16, all of their bits 1 before the first launch; all launches that share it are
+ * of one `chosen` and `band`.
  * Errors: K3_ERR_INPUT, K3_ERR_DEVICE. Twins: k3_host_experts_gate_up, k3_host_experts_down. */
 typedef struct {
   K3CudaInput y;
@@ -47,6 +48,7 @@ typedef struct {
   int exact;
 } K3CudaExperts;
 K3Status k3_cuda_experts(const K3CudaLaunch *launch, const K3CudaExperts *experts);
+static inline int64_t k3_cuda_meeting_bytes(int64_t chosen, int64_t band) { return 16 + 2 * chosen * band * (int64_t)sizeof(float); }
 
 /* Its halves for matrices of GGUF blocks (k3_cuda_is_blocks), which it calls: experts_blocks.cu. The first routes; shared is
  * left out. */

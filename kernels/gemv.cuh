@@ -44,13 +44,14 @@ static __host__ __device__ inline int segment_floats(int rows, int lanes, int wa
   return ((rows + rows_step - 1) / rows_step + warps) * rows_step;
 }
 
-/* Rows as they stand: piece index = row * pieces + piece. */
+/* Rows as they stand. */
 struct PlainMap {
   Parts parts;
   int pieces;
+  template <class F>
   __device__ __forceinline__ Parts place(int row, int piece, int64_t *index) const
   {
-    *index = (int64_t)row * pieces + piece;
+    *index = F::index((int64_t)row, piece, pieces);
     return parts;
   }
 };
@@ -93,7 +94,7 @@ struct Gemv {
   {
     int row = row_begin + (*load_group << (5 - t.lanes_log)) + sub, piece = (*load_chunk << t.lanes_log) + lane_piece;
     int64_t index;
-    Parts parts = map.place(min(row, row_end - 1), min(piece, t.pieces - 1), &index);
+    Parts parts = map.template place<F>(min(row, row_end - 1), min(piece, t.pieces - 1), &index);
     *raw = F::load(parts, index);
     if (++*load_chunk == t.chunks) {
       *load_chunk = 0;
@@ -202,10 +203,21 @@ static __device__ __forceinline__ Codes4 quantise4(const float v[4], bool summed
   return c;
 }
 
+/* tanh without a branch, to 4e-7 of itself: a polynomial of our own fit up to 0.55, 1 - 2 / (1 + e^2x) beyond. */
+static __device__ __forceinline__ float fast_tanh(float x)
+{
+  const float a = fabsf(x), s = x * x;
+  const float small = fmaf(fmaf(fmaf(fmaf(0.01643446f, s, -0.05266952f), s, 0.13320671f), s, -0.33332943f) * s, x, x);
+  const float large = copysignf(1.0f - __fdividef(2.0f, 1.0f + __expf(2.0f * a)), x);
+  return a < 0.55f ? small : large;
+}
+
 static __device__ __forceinline__ float situ(float g, float u, float beta, float linear_beta)
 {
-  return beta * tanhf(g / beta) / (1.0f + expf(-g)) * (linear_beta * tanhf(u / linear_beta));
+  return __fdividef(beta * fast_tanh(__fdividef(g, beta)), 1.0f + __expf(-g)) * (linear_beta * fast_tanh(__fdividef(u, linear_beta)));
 }
+
+enum { BOOK_COPIES = 16, BOOK_BYTES = BOOK_COPIES * K3_CODEBOOK_ENTRIES * 2 };
 
 /* Parts of a block's dynamic shared memory, in bytes from its start; -1: absent. */
 struct SharedPlan {
@@ -224,12 +236,12 @@ static inline SharedPlan plan_shared(int at, int64_t n, int codes, int floats, i
 {
   SharedPlan p;
   int64_t padded = (n + 127) / 128 * 128;
+  p.codebook = book ? take(&at, codes ? BOOK_BYTES : K3_CODEBOOK_ENTRIES * 2) : -1;
   p.codes = codes ? take(&at, padded) : -1;
-  p.low = codes ? take(&at, padded) : -1;
+  p.low = codes ? take(&at, padded + 64) + 64 : -1; /* in other banks than the cells of `codes` that are read with it */
   p.scales = codes ? take(&at, padded / 8) : -1;
   p.sums = codes ? take(&at, padded / 8) : -1;
   p.values = floats ? take(&at, padded * 4) : -1;
-  p.codebook = book ? take(&at, K3_CODEBOOK_ENTRIES * 4) : -1;
   p.segments = take(&at, (int64_t)segments * 4);
   p.bytes = at;
   return p;
@@ -247,17 +259,51 @@ static __device__ __forceinline__ SharedInput shared_input(char *memory, const S
   return in;
 }
 
-/* The codebook never changes: before the wait. A block barrier must follow. Entry i stands where Iq1Base::entry looks: its
- * two lowest bits over the six next. */
+/* The codebook never changes: before the wait. A block barrier must follow. Beside codes (iq1_mma.cuh) each two lanes of a warp have
+ * a copy in two banks of their own: a line of 128 bytes holds the four entries of qs and bit 2 of the rest eight times two times,
+ * and the lines stand in the order of qs as a signed byte. */
 static __device__ __forceinline__ void fill_codebook(const SharedInput &in, const uint32_t *codebook)
 {
   if (!in.codebook || !codebook) return;
-  for (int i = threadIdx.x; i < K3_CODEBOOK_ENTRIES / 4; i += blockDim.x) {
-    uint4 four = ((const uint4 *)codebook)[i];
-    uint32_t *to = in.codebook + ((i & 63) | (i >> 6) << 8);
-    to[0] = four.x, to[64] = four.y, to[128] = four.z, to[192] = four.w;
+  if (!in.high) {
+    for (int i = threadIdx.x; i < K3_CODEBOOK_ENTRIES / 8; i += blockDim.x) ((uint4 *)in.codebook)[i] = ((const uint4 *)codebook)[i];
+    return;
+  }
+#pragma unroll 8
+  for (int i = threadIdx.x; i < BOOK_BYTES / 16; i += blockDim.x) {
+    uint2 four = ((const uint2 *)codebook)[i >> 3 ^ 256];
+    ((uint4 *)in.codebook)[i] = make_uint4(four.x, four.x, four.y, four.y);
   }
 }
+
+/* The same in two parts, by THREADS threads of which this is number t (whole warps): 64 lines a warp, of which each lane loads two. */
+template <int THREADS>
+struct Book {
+  enum { LINES = K3_CODEBOOK_ENTRIES / 4, STEP = THREADS / 8, ROUNDS = LINES / STEP };
+  uint2 mine[ROUNDS / 8];
+  static __device__ __forceinline__ int line(int t, int lane, int k) { return (t >> 5) * 4 + (lane & 3) + STEP * (8 * k + (lane >> 2)); }
+  __device__ __forceinline__ void load(const uint32_t *codebook, int t)
+  {
+#pragma unroll
+    for (int k = 0; k < ROUNDS / 8; k++) mine[k] = __ldg((const uint2 *)codebook + line(t, t & 31, k));
+  }
+  __device__ __forceinline__ void store(const SharedInput &in, int t)
+  {
+    if (!in.high) { /* one copy */
+#pragma unroll
+      for (int k = 0; k < ROUNDS / 8; k++) ((uint2 *)in.codebook)[line(t, t & 31, k)] = mine[k];
+      return;
+    }
+#pragma unroll
+    for (int k = 0; k < ROUNDS / 8; k++)
+#pragma unroll 4
+      for (int i = 0; i < 8; i++) {
+        const int from = i * 4 + ((t & 31) >> 3);
+        const uint32_t low = __shfl_sync(0xffffffffu, mine[k].x, from), high = __shfl_sync(0xffffffffu, mine[k].y, from);
+        ((uint4 *)in.codebook)[((t >> 3) + STEP * (8 * k + i) ^ 256) * 8 + (t & 7)] = make_uint4(low, low, high, high);
+      }
+  }
+};
 
 /* Four values at i … i+3 from L2; beyond `n`: 0. */
 static __device__ __forceinline__ void fetch4(const float *from, int i, int n, float v[4])

@@ -177,7 +177,7 @@ __global__ void __launch_bounds__(THREADS) linear_scalar_kernel(const __grid_con
     for (int row = blockIdx.x * (blockDim.x >> 5) + (threadIdx.x >> 5); row < item.rows; row += warps) {
       float sum = 0;
       for (int col = lane; col < a.input.n; col += 32)
-        sum = fmaf(element(item.matrix, row, col), ((const float *)in.values)[cell(col >> 2) * 4 + (col & 3)], sum);
+        sum = fmaf(plain_element(item.matrix, row, col), ((const float *)in.values)[cell(col >> 2) * 4 + (col & 3)], sum);
 #pragma unroll
       for (int o = 16; o; o >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, o);
       if (lane == 0) item.y[row] = sum + (item.add ? __ldcg(item.y + row) : 0.0f);
@@ -273,7 +273,7 @@ K3Status k3_cuda_linear(const K3CudaLaunch *launch, const K3CudaLinear *linear)
     uint64_t share = (a.share + 1) / a.items[i].cost + 2;
     int rows = share < (uint64_t)a.items[i].rows ? (int)share : a.items[i].rows;
     int needed = a.items[i].matrix.type == K3_TYPE_IQ1_S && !linear->exact
-                     ? mma_segment_floats(rows, a.items[i].tiling.pieces)
+                     ? mma_segment_floats(rows, threads / 32)
                      : segment_floats(rows, a.items[i].tiling.lanes, threads / 32);
     if (needed > segments) segments = needed;
   }

@@ -35,8 +35,27 @@ __device__ __forceinline__ void put_mxfp4(const K3CudaMatrix &m, int64_t at, con
   ((uint4 *)m.codes)[at] = make_uint4(w[0], w[1], w[2], w[3]);
 }
 
+/* The four entries' bits in a sub-block's qh, spread to bits 1, 3 and 7 of a byte each. */
+__device__ __forceinline__ uint32_t iq1_s_spread(uint32_t qh)
+{
+  uint32_t r = 0;
+#pragma unroll
+  for (int l = 0; l < 4; l++) r |= ((qh >> (3 * l) & 1u) << 1 | (qh >> (3 * l) & 2u) << 2 | (qh >> (3 * l) & 4u) << 5) << (8 * l);
+  return r;
+}
+
+/* qh of two sub-blocks in the order of weights.h. */
+__device__ __forceinline__ uint32_t iq1_s_pair(uint32_t qh)
+{
+  uint32_t odd = iq1_s_spread(qh >> 16);
+  uint32_t scales = (qh >> 12 & 3u) << 5 | (qh >> 14 & 1u) << 13 | (qh >> 28 & 1u) << 14 | (qh >> 29 & 3u) << 21;
+  return iq1_s_spread(qh) | __funnelshift_l(odd, odd, 1) | scales | (qh >> 15 & 1u) << 30 | (qh >> 31) << 29;
+}
+
 __device__ __forceinline__ void put_iq1_s(const K3CudaMatrix &m, int64_t at, const uint8_t *b)
 {
+  const int64_t blocks = m.cols / 256, row = at / blocks;
+  at = ((row >> 3) * blocks + (at - row * blocks)) * 8 + (row & 7); /* weights.h */
   ((uint16_t *)m.scale)[at] = (uint16_t)(b[0] | b[1] << 8);
   uint32_t w[12];
 #pragma unroll
@@ -45,7 +64,8 @@ __device__ __forceinline__ void put_iq1_s(const K3CudaMatrix &m, int64_t at, con
   uint4 *codes = (uint4 *)m.codes + at * 2;
   codes[0] = make_uint4(w[0], w[1], w[2], w[3]);
   codes[1] = make_uint4(w[4], w[5], w[6], w[7]);
-  ((uint4 *)m.high)[at] = make_uint4(w[8], w[9], w[10], w[11]);
+#pragma unroll
+  for (int i = 0; i < 4; i++) ((uint32_t *)m.high)[at * 4 + i] = iq1_s_pair(w[8 + i]);
 }
 
 /* Two bytes at `at` of block `block` of a GGUF format. */
@@ -152,7 +172,7 @@ __global__ void __launch_bounds__(THREADS) synth_blocks_kernel(const __grid_cons
   }
 }
 
-__global__ void __launch_bounds__(THREADS) codebook_kernel(const int8_t *grid, uint32_t *packed)
+__global__ void __launch_bounds__(THREADS) codebook_kernel(const int8_t *grid, uint16_t *packed)
 {
   k3_wait();
   int i = blockIdx.x * blockDim.x + threadIdx.x;
@@ -160,10 +180,10 @@ __global__ void __launch_bounds__(THREADS) codebook_kernel(const int8_t *grid, u
   uint32_t entry = 0;
 #pragma unroll
   for (int j = 0; j < 4; j++) {
-    entry |= (uint32_t)((grid[i * 8 + j] + 1) & 15) << (8 * j);
-    entry |= (uint32_t)((grid[i * 8 + 4 + j] + 1) & 15) << (8 * j + 4);
+    int pair = grid[i * 8 + j] + 1 + 3 * (grid[i * 8 + 4 + j] + 1);
+    entry |= (uint32_t)(0x7654f3210ull >> (4 * pair) & 15) << (4 * j);
   }
-  packed[i] = entry;
+  packed[(i & 255) << 3 | i >> 8] = (uint16_t)entry;
 }
 
 int64_t up256(int64_t bytes) { return (bytes + 255) / 256 * 256; }
@@ -188,9 +208,15 @@ unsigned grid_of(const K3CudaLaunch *launch, int64_t count)
 
 } /* namespace */
 
+/* What a matrix takes: iq1_s stands in groups of eight rows. */
+static PartBytes placed_bytes(K3Type type, int64_t rows, int64_t cols)
+{
+  return part_bytes(type, type == K3_TYPE_IQ1_S ? (rows + 7) / 8 * 8 : rows, cols);
+}
+
 int64_t k3_cuda_matrix_bytes(K3Type type, int64_t rows, int64_t cols)
 {
-  PartBytes p = part_bytes(type, rows, cols);
+  PartBytes p = placed_bytes(type, rows, cols);
   return up256(p.codes) + up256(p.high) + up256(p.scale);
 }
 
@@ -208,7 +234,7 @@ K3Status k3_cuda_matrix_place(K3Type type, int64_t rows, int64_t cols, void *mem
             k3_format(type)->name, (long long)rows, (long long)cols, (long long)k3_format(type)->block_values);
   if ((uintptr_t)memory % 256)
     K3_FAIL(K3_ERR_INPUT, "device memory %p for a matrix is not aligned to 256 bytes", memory);
-  PartBytes p = part_bytes(type, rows, cols);
+  PartBytes p = placed_bytes(type, rows, cols);
   matrix->type = type;
   matrix->rows = rows;
   matrix->cols = cols;

@@ -1,7 +1,8 @@
 /* Top-k of the router by one block, at the head of the experts' kernel. Layer: backend (CUDA), device code.
  *
  * The chosen-th largest of the groups' maxima bounds the result from below, so that few candidates remain; each is ranked
- * by counting. Keys are unique (value, then index), so every block finds the same list. Twin: k3_host_route. */
+ * by counting. A group is every 32nd expert, as neighbours may well be chosen together. Keys are unique (value, then index), so
+ * every block finds the same list. Twin: k3_host_route. */
 #ifndef K3_KERNELS_ROUTE_CUH
 #define K3_KERNELS_ROUTE_CUH
 
@@ -15,7 +16,8 @@ enum { ROUTE_THREADS = 256, ROUTE_WARPS = ROUTE_THREADS / 32, ROUTE_KEYS = K3_RO
 
 struct RouteShared {
   uint64_t candidate[K3_ROUTER_EXPERTS];
-  uint32_t group_max[32]; /* of 32 experts each; NAN_GROUP: some score is NaN */
+  uint32_t part_max[ROUTE_WARPS][32];              /* of a thread's experts */
+  alignas(16) uint32_t group_max[ROUTE_WARPS][32]; /* of every 32nd expert, for each warp anew; NAN_GROUP: some score is NaN */
   int count;
   int32_t ids[K3_ROUTER_CHOSEN];   /* of the chosen, in falling order */
   int32_t local[K3_ROUTER_CHOSEN]; /* those of this rank, counted from its first expert */
@@ -32,7 +34,7 @@ static __device__ __forceinline__ uint32_t ordered(float v)
   return b & 0x80000000u ? ~b : b | 0x80000000u;
 }
 
-static __device__ __forceinline__ float route_score(float logit) { return 1.0f / (1.0f + expf(-logit)); }
+static __device__ __forceinline__ float route_score(float logit) { return __fdividef(1.0f, 1.0f + expf(-logit)); }
 
 /* This thread's numbers of a vector of one for each expert. */
 static __device__ __forceinline__ void fetch_keys(const float *from, int experts, float v[ROUTE_KEYS])
@@ -49,40 +51,47 @@ static __device__ __forceinline__ void fetch_keys(const float *from, int experts
 static __device__ inline void route_ids(const K3CudaRouting &r, int64_t first, int64_t local,
                                         const float bias[ROUTE_KEYS], const float logit[ROUTE_KEYS], RouteShared &s)
 {
-  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, groups = (r.experts + 31) / 32;
-  uint32_t key[ROUTE_KEYS];
+  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  uint32_t key[ROUTE_KEYS], most = 0;
 #pragma unroll
   for (int k = 0; k < ROUTE_KEYS; k++) {
-    int group = warp + k * ROUTE_WARPS, e = group * 32 + lane;
-    key[k] = e < r.experts ? ordered(route_score(logit[k]) + bias[k]) : 0;
-    uint32_t most = __reduce_max_sync(0xffffffffu, key[k]);
-    bool bad = __ballot_sync(0xffffffffu, key[k] == 0 && e < r.experts) != 0;
-    if (lane == 0) s.group_max[group] = bad ? NAN_GROUP : most;
+    bool there = threadIdx.x + k * ROUTE_THREADS < r.experts;
+    key[k] = there ? ordered(route_score(logit[k]) + bias[k]) : 0;
+    most = max(most, there && key[k] == 0 ? NAN_GROUP : key[k]);
   }
+  s.part_max[warp][lane] = most;
   if (threadIdx.x == 0) s.count = 0, s.local_count = 0;
   group_sync(1, ROUTE_THREADS);
 
   /* every warp: the least of the group maxima that fewer than `chosen` exceed */
-  uint32_t mine = s.group_max[lane], bound = 0;
-  if (groups >= r.chosen && !__any_sync(0xffffffffu, mine == NAN_GROUP)) {
+  uint32_t mine = 0, bound = 0;
+#pragma unroll
+  for (int w = 0; w < ROUTE_WARPS; w++) mine = max(mine, s.part_max[w][lane]);
+  s.group_max[warp][lane] = mine;
+  __syncwarp();
+  if (!__any_sync(0xffffffffu, mine == NAN_GROUP)) {
     int above = 0;
 #pragma unroll
     for (int g = 0; g < 32; g += 4) {
-      uint4 other = *(const uint4 *)&s.group_max[g];
+      uint4 other = *(const uint4 *)&s.group_max[warp][g];
       above += (other.x > mine) + (other.y > mine) + (other.z > mine) + (other.w > mine);
     }
     bound = __reduce_min_sync(0xffffffffu, above < r.chosen ? mine : 0xffffffffu);
   }
+  uint32_t mask[ROUTE_KEYS];
+  int here = 0, base = 0;
 #pragma unroll
   for (int k = 0; k < ROUTE_KEYS; k++) {
-    int group = warp + k * ROUTE_WARPS, e = group * 32 + lane;
-    if (group >= groups) break;
-    uint32_t mask = __ballot_sync(0xffffffffu, e < r.experts && key[k] >= bound);
-    if (!mask) continue;
-    int base = 0;
-    if (lane == 0) base = atomicAdd(&s.count, __popc(mask));
-    base = __shfl_sync(0xffffffffu, base, 0) + __popc(mask & ((1u << lane) - 1u));
-    if (mask >> lane & 1) s.candidate[base] = (uint64_t)key[k] << 32 | (uint32_t)~e;
+    mask[k] = __ballot_sync(0xffffffffu, threadIdx.x + k * ROUTE_THREADS < r.experts && key[k] >= bound);
+    here += __popc(mask[k]);
+  }
+  if (lane == 0 && here) base = atomicAdd(&s.count, here);
+  base = __shfl_sync(0xffffffffu, base, 0);
+#pragma unroll
+  for (int k = 0; k < ROUTE_KEYS; k++) {
+    if (mask[k] >> lane & 1)
+      s.candidate[base + __popc(mask[k] & ((1u << lane) - 1u))] = (uint64_t)key[k] << 32 | ~(threadIdx.x + k * ROUTE_THREADS);
+    base += __popc(mask[k]);
   }
   group_sync(1, ROUTE_THREADS);
 
@@ -117,7 +126,7 @@ static __device__ __forceinline__ float route_weight(const K3CudaRouting &r, con
   float score = lane < r.chosen ? route_score(__ldcg(r.logits + s.ids[lane])) : 0.0f, sum = score;
 #pragma unroll
   for (int o = 16; o; o >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, o);
-  bool bad = __any_sync(0xffffffffu, s.group_max[lane] == NAN_GROUP);
+  bool bad = __any_sync(0xffffffffu, s.group_max[0][lane] == NAN_GROUP);
   return bad ? NAN : score / (r.renormalize ? sum + 1e-20f : 1.0f) * r.scaling;
 }
 

@@ -5,6 +5,9 @@
  *   q8_0       codes int8 [rows][cols];            scale float16 [rows][cols/32]
  *   mxfp4      codes 16 bytes a block of 32;       scale E8M0 byte [rows][cols/32]
  *   iq1_s      codes qs, 32 bytes a block of 256;  high qh, 16 bytes a block;   scale float16 d [rows][cols/256]
+ *              Block b of rows 8k … 8k + 7 stands at ((k * cols/256) + b) * 8 + row % 8: a warp reads eight rows at once.
+ *              A word of `high` is of two sub-blocks. Bits 8, 9, 10 of the index of the even one's entry l stand at 8l + 1, 8l + 3,
+ *              8l + 7, of the odd one's one bit higher (32 is 0); the scales at 5, 6, 13 and 14, 21, 22, delta's signs at 30, 29.
  *   GGUF blocks: the parts of K3Format, one block's after another's
  * Each part starts at a multiple of 256 bytes in one allocation. Rows of several tensors that share an input stand best
  * in ONE matrix (q, k, v, g, f_a, b of a KDA layer; router, routed_down, shared gate, shared up): reserve all
@@ -78,8 +81,8 @@ typedef struct {
 } K3CudaSynth;
 K3Status k3_cuda_synth(const K3CudaLaunch *launch, const K3CudaSynth *synth);
 
-/* iq1_s codebook: d_grid int8 [2048][8] of {-1, 0, 1} to d_packed uint32 [2048]: value j < 4 plus one in bits 8j … 8j+3,
- * value 4 + j plus one in bits 8j+4 … 8j+7. */
+/* iq1_s codebook: d_grid int8 [2048][8] of {-1, 0, 1} to d_packed uint16 [2048], 4-byte aligned: entry (i & 255) * 8 + i / 256 is of
+ * index i; its nibble j names values j and 4 + j (entry_first of dot.cuh). */
 K3Status k3_cuda_codebook_pack(const K3CudaLaunch *launch, const int8_t *d_grid, uint32_t *d_packed);
 
 #ifdef __cplusplus

@@ -7,13 +7,6 @@ static K3Status work_experts(void *context, const K3CudaLaunch *launch, int set)
   return k3_cuda_experts(launch, (K3CudaExperts *)context + set);
 }
 
-static uint32_t *zero_meeting(void)
-{
-  uint32_t *meeting = (uint32_t *)k3_table_poisoned(4);
-  K3_CHECK_CUDA(cudaMemset(meeting, 0, 4));
-  return meeting;
-}
-
 /* Rows [first, first + rows) of a synthetic tensor, in float64 times x. */
 static void ref_synth_rows(K3Type type, K3SynthRule rule, int64_t first, int64_t rows, int64_t cols, const double *x,
                            double *y)
@@ -65,7 +58,7 @@ static void check_experts(K3Table *table, K3Type type, int exact, int experts, i
   g->exact = exact;
   g->down = synth_matrix(type, local * latent, band, rules[2]);
   g->z = (float *)k3_table_poisoned(latent * 4);
-  g->meeting = zero_meeting();
+  g->meeting = (uint32_t *)k3_table_poisoned(k3_cuda_meeting_bytes(chosen, band));
   g->shared.matrix = device_matrix(&shared_down);
   g->shared.y = (float *)k3_table_poisoned(hidden_size * 4);
   g->shared_input.kind = K3_INPUT_SITU;
@@ -194,7 +187,7 @@ static void check_routing(K3Table *table, int experts, int chosen, int levels)
   a.weights = (float *)k3_table_poisoned(chosen * 4);
   a.hidden = (float *)k3_table_poisoned(chosen * WIDTH * 4);
   a.z = (float *)k3_table_poisoned(WIDTH * 4);
-  a.meeting = zero_meeting();
+  a.meeting = (uint32_t *)k3_table_poisoned(k3_cuda_meeting_bytes(chosen, WIDTH));
   a.situ_beta = 4, a.situ_linear_beta = 25;
   K3CudaUse use;
   K3CudaLaunch launch = plain_launch(table, &use);

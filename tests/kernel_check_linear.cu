@@ -45,6 +45,12 @@ static void free_sets(LinearSets *sets, int count)
     for (int i = 0; i < sets->linear[s].count; i++) free_matrix(&sets->linear[s].items[i].matrix);
 }
 
+/* Where the codes of (row, column) of an iq1_s matrix are (kernels/weights.h). */
+static int64_t iq1_s_byte(const K3CudaMatrix *m, int64_t row, int64_t col)
+{
+  return ((row / 8 * (m->cols / 256) + col / 256) * 16 + row % 8 * 2 + col / 128 % 2) * 16 + col % 128 / 8;
+}
+
 static double run_linear(const K3CudaLaunch *launch, const K3CudaLinear *linear, const float *before, int64_t rows,
                          const double *want)
 {
@@ -137,7 +143,7 @@ static void check_linear(K3Table *table, const LinearCase *c)
       int64_t code = (m->rows - 1) * m->cols + largest;
       const uint8_t *byte = (const uint8_t *)m->codes + (m->type == K3_TYPE_F32 ? code * 4 + 3
                             : m->type == K3_TYPE_BF16 ? code * 2 + 1 : m->type == K3_TYPE_Q8_0 ? code
-                            : m->type == K3_TYPE_MXFP4 ? code / 2 : code / 8);
+                            : m->type == K3_TYPE_MXFP4 ? code / 2 : iq1_s_byte(m, m->rows - 1, largest));
       flip(byte, m->type == K3_TYPE_F32 || m->type == K3_TYPE_BF16 ? 0x80 : m->type == K3_TYPE_Q8_0 ? 0x40 : 0x77);
       control = run_linear(&launch, &linear, c->add ? before : NULL, rows, want_codes);
       if (any_quantised) snprintf(shape + strlen(shape), sizeof shape - strlen(shape), " codes");
