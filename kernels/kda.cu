@@ -143,21 +143,26 @@ __global__ void __launch_bounds__(BLOCK) kda_kernel(const K3CudaKda a)
 #pragma unroll
     for (int t = 0; t < K3_KDA_MAX_KERNEL - 1; t++) sum += tap[t] * past[t];
   }
-  const float rate = expf(a.a_log[head]), lower = (float)a.gate_lower_bound;
+  const float rate = expf(a.a_log[head]), lower = (float)a.gate_lower_bound, q_norm = rsqrtf((float)D);
+  float z[VALUES], gain[VALUES]; /* z: the bias in one lane's share of a sum */
+#pragma unroll
+  for (int v = 0; v < VALUES; v++) {
+    z[v] = v < mine && (lane == 0 || !a.f_b.codes) ? a.dt_bias[at + warp * VALUES + v] : 0.0f;
+    gain[v] = v < mine ? a.o_norm[first + warp * VALUES + v] : 0.0f;
+  }
 
   /* 2. Convolutions and decays of this block's channels, to the whole cluster. */
   k3_wait();
-  float gate[VALUES], z[VALUES];
+  float gate[VALUES], f_a[1][KEYS], x = 0.0f, activated = 0.0f; /* all loads first: one trip to the L2 */
 #pragma unroll
   for (int v = 0; v < VALUES; v++) {
-    const int j = warp * VALUES + v;
-    gate[v] = j < count ? __ldcg(a.gate + at + j) : 0.0f;
-    z[v] = j < count && !a.f_b.codes ? __ldcg(a.decay + at + j) : 0.0f;
+    gate[v] = v < mine ? __ldcg(a.gate + at + warp * VALUES + v) : 0.0f;
+    if (v < mine && !a.f_b.codes) z[v] += __ldcg(a.decay + at + warp * VALUES + v);
   }
-  const float beta = sigmoid(__ldcg(a.beta + head));
-  float activated = 0.0f;
+  float beta = __ldcg(a.beta + head);
+  if (convolves) x = __ldcg((kind == 0 ? a.q : kind == 1 ? a.k : a.v) + at + channel);
+  if (a.f_b.codes) load_keys<KEYS, 1>(a.f_a, D, 1, lane, f_a);
   if (convolves) {
-    const float x = __ldcg((kind == 0 ? a.q : kind == 1 ? a.k : a.v) + at + channel);
     sum += last_tap * x;
     activated = sum * sigmoid(sum);
 #pragma unroll
@@ -166,76 +171,64 @@ __global__ void __launch_bounds__(BLOCK) kda_kernel(const K3CudaKda a)
     if (kind == 2) v_tile[channel] = activated;
   }
   if (a.f_b.codes) {
-    float f_a[1][KEYS];
-    load_keys<KEYS, 1>(a.f_a, D, 1, lane, f_a);
 #pragma unroll
     for (int i = 0; i < KEYS; i++)
 #pragma unroll
       for (int v = 0; v < VALUES; v++) z[v] += f_b[v][i] * f_a[0][i];
-#pragma unroll
-    for (int v = 0; v < VALUES; v++) z[v] = warp_sum(z[v]);
+    warp_sums<VALUES>(z);
   }
+#pragma unroll
+  for (int v = 0; v < VALUES; v++) z[v] = expf(lower * sigmoid(rate * z[v]));
   cluster_wait();
   if (convolves && kind < 2)
 #pragma unroll
     for (int r = 0; r < CLUSTER; r++) send_to((kind == 0 ? q_all : k_all) + first + channel, inputs, r, activated);
 #pragma unroll
-  for (int v = 0; v < VALUES; v++) {
-    const int j = warp * VALUES + v;
-    if (j >= count) continue;
-    const float keep = expf(lower * sigmoid(rate * (z[v] + a.dt_bias[at + j])));
-    if (lane < CLUSTER) send_to(keep_all + first + j, inputs, lane, keep);
-  }
+  for (int v = 0; v < VALUES; v++)
+    if (v < mine && lane < CLUSTER) send_to(keep_all + first + warp * VALUES + v, inputs, lane, z[v]);
+  beta = sigmoid(beta);
+#pragma unroll
+  for (int v = 0; v < VALUES; v++) gain[v] *= sigmoid(gate[v]);
   __syncthreads(); /* v_tile */
   barrier_wait(inputs, 0);
 
-  /* 3. Normalised q and k of this lane's keys. */
-  float q[KEYS], k[KEYS], keep[KEYS], qq = 0.0f, kk = 0.0f, qk = 0.0f;
+  /* 3. State and readout. o = Σ (S + k δ) q = Σ S q + δ Σ k q, and the norms of q and k are factors: one round of sums. */
+  float k[KEYS], sums[3 + 2 * VALUES] = {0}; /* q · q, k · k, q · k; S k and S q of each value */
 #pragma unroll
   for (int i = 0; i < KEYS; i++) {
     const int key = key_of(lane, i);
-    q[i] = key < D ? q_all[key] : 0.0f;
+    const float q = key < D ? q_all[key] : 0.0f, keep = key < D ? keep_all[key] : 0.0f;
     k[i] = key < D ? k_all[key] : 0.0f;
-    keep[i] = key < D ? keep_all[key] : 0.0f;
-    qq += q[i] * q[i], kk += k[i] * k[i];
-  }
-  const float q_scale = 1.0f / (sqrtf(warp_sum(qq) + 1e-6f) * sqrtf((float)D)), k_scale = 1.0f / sqrtf(warp_sum(kk) + 1e-6f);
+    sums[0] += q * q, sums[1] += k[i] * k[i], sums[2] += q * k[i];
 #pragma unroll
-  for (int i = 0; i < KEYS; i++) q[i] *= q_scale, k[i] *= k_scale, qk += q[i] * k[i];
-  qk = warp_sum(qk);
-
-  /* 4. State and readout. o = Σ (S + k δ) q = Σ S q + δ Σ k q: one round of sums instead of two. */
-  float r[VALUES], o[VALUES];
-#pragma unroll
-  for (int v = 0; v < VALUES; v++) {
-    r[v] = o[v] = 0.0f;
-#pragma unroll
-    for (int i = 0; i < KEYS; i++) {
-      S[v][i] *= keep[i];
-      r[v] += S[v][i] * k[i], o[v] += S[v][i] * q[i];
+    for (int v = 0; v < VALUES; v++) {
+      S[v][i] *= keep;
+      sums[3 + 2 * v] += S[v][i] * k[i], sums[4 + 2 * v] += S[v][i] * q;
     }
   }
-#pragma unroll
-  for (int v = 0; v < VALUES; v++) r[v] = warp_sum(r[v]), o[v] = warp_sum(o[v]);
-  float square = 0.0f;
+  warp_sums<3 + 2 * VALUES>(sums);
+  const float q_scale = rsqrtf(sums[0] + 1e-6f) * q_norm, k_scale = rsqrtf(sums[1] + 1e-6f), qk = sums[2] * q_scale * k_scale;
+  float square = 0.0f, delta[VALUES];
 #pragma unroll
   for (int v = 0; v < VALUES; v++) {
-    const int j = warp * VALUES + v;
-    if (j >= count) continue;
-    const float delta = beta * (v_tile[j] - r[v]);
-    o[v] += delta * qk;
-    square += o[v] * o[v];
-#pragma unroll
-    for (int i = 0; i < KEYS; i++) S[v][i] += k[i] * delta;
-    store_keys<KEYS>(state + (int64_t)j * D, D, lane, S[v]);
-    const float gated = o[v] * a.o_norm[first + j] * sigmoid(gate[v]);
-    if (lane < CLUSTER) send_to(out_all + first + j, outputs, lane, gated);
+    if (v >= mine) continue;
+    delta[v] = beta * (v_tile[warp * VALUES + v] - sums[3 + 2 * v] * k_scale);
+    const float o = sums[4 + 2 * v] * q_scale + delta[v] * qk;
+    square += o * o;
+    if (lane < CLUSTER) send_to(out_all + first + warp * VALUES + v, outputs, lane, o * gain[v]);
   }
   if (lane < CLUSTER) send_to(squares + rank * WARPS + warp, outputs, lane, square);
+#pragma unroll
+  for (int v = 0; v < VALUES; v++) { /* while they travel */
+    if (v >= mine) continue;
+#pragma unroll
+    for (int i = 0; i < KEYS; i++) S[v][i] += k[i] * (k_scale * delta[v]);
+    store_keys<KEYS>(state + (int64_t)(warp * VALUES + v) * D, D, lane, S[v]);
+  }
   barrier_wait(outputs, 0); /* all that others send to this block has come, so it may end */
 
-  /* 5. The head's norm, and the output: the norm is a positive factor, so largest magnitudes may be taken before it. */
-  const float norm = 1.0f / sqrtf(warp_sum(squares[lane]) / (float)D + (float)a.rms_norm_eps);
+  /* 4. The head's norm, and the output: the norm is a positive factor, so largest magnitudes may be taken before it. */
+  const float norm = rsqrtf(warp_sum(squares[lane]) / (float)D + (float)a.rms_norm_eps);
   const int j = threadIdx.x;
   if (j >= count) return;
   const float value = out_all[first + j] * norm;

@@ -9,8 +9,8 @@
 
 #include <cooperative_groups.h>
 
+#include "kernels/attention.cuh"
 #include "kernels/gemv.cuh"
-#include "kernels/hopper.cuh"
 #include "kernels/wait.cuh"
 
 namespace {
@@ -26,13 +26,6 @@ struct Shared {
   float weight[K3_NORM_BANK];
   float square[CLUSTER];
 };
-
-__device__ __forceinline__ float warp_sum(float v)
-{
-#pragma unroll
-  for (int o = 16; o; o >>= 1) v += __shfl_xor_sync(0xffffffffu, v, o);
-  return v;
-}
 
 __device__ __forceinline__ float4 load4(const float *from, bool there)
 {
@@ -143,23 +136,21 @@ struct Meeting {
 };
 
 /* Sums over the cluster, the same in every thread of every block: each adds them up in the same order. */
-__device__ __forceinline__ void meet(Meeting &meeting, uint32_t barrier, int me, int count, float *sums)
+template <int COUNT>
+__device__ __forceinline__ void meet(Meeting &meeting, uint32_t barrier, int me, float *sums)
 {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = (int)blockDim.x >> 5;
+  warp_sums<COUNT>(sums);
 #pragma unroll
-  for (int k = 0; k < 3; k++) {
-    if (k >= count) break;
-    const float sum = warp_sum(sums[k]);
-    if (lane < CLUSTER) send_to(&meeting.sum[k][me * warps + warp], barrier, (uint32_t)lane, sum);
+  for (int k = 0; k < COUNT; k++) {
+    if (lane < CLUSTER) send_to(&meeting.sum[k][me * warps + warp], barrier, (uint32_t)lane, sums[k]);
+    sums[k] = 0;
   }
   barrier_wait(barrier, 0); /* all that others send to this block has come, so it may end */
+  for (int i = lane; i < CLUSTER * warps; i += 32)
 #pragma unroll
-  for (int k = 0; k < 3; k++) {
-    if (k >= count) break;
-    float sum = 0;
-    for (int i = lane; i < CLUSTER * warps; i += 32) sum += meeting.sum[k][i];
-    sums[k] = warp_sum(sum);
-  }
+    for (int k = 0; k < COUNT; k++) sums[k] += meeting.sum[k][i];
+  warp_sums<COUNT>(sums);
 }
 
 __global__ void __launch_bounds__(MOST_THREADS, 1) norm_kernel(const __grid_constant__ K3CudaNorm a)
@@ -195,7 +186,7 @@ __global__ void __launch_bounds__(MOST_THREADS, 1) norm_kernel(const __grid_cons
   p.x += branch.x, p.y += branch.y, p.z += branch.z, p.w += branch.w;
   float sums[3] = {dot(p, p), dot(p, score), dot(p, bank)};
   cluster_wait();
-  meet(meeting, met, me, 3, sums);
+  meet<3>(meeting, met, me, sums);
   if (there && a.branch) *(float4 *)(a.p + at) = p;
   if (there && a.banked) *(float4 *)(a.banked + at) = p;
 
@@ -214,7 +205,7 @@ __global__ void __launch_bounds__(MOST_THREADS, 1) norm_kernel(const __grid_cons
   float square = fmaf(2.0f * of_bank * of_p, sums[2], apart);
   if (square < 0.25f * apart) {
     sums[0] = dot(h, h);
-    meet(second, met_again, me, 1, sums);
+    meet<1>(second, met_again, me, sums);
     square = sums[0];
   }
 
