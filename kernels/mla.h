@@ -33,7 +33,8 @@ enum {
 };
 
 /* One token's queries and cache row.
- * in   q        [heads, nope + rope] f32   W_qb …, this rank's heads
+ * in   q        [heads, nope + rope] f32   W_qb …, this rank's heads; NULL: made here, where k3_cuda_mla_prepare_multiplies
+ * in   q_b      [heads · (nope + rope), Q], q_a [Q] f32, q_a_norm [Q] f32: q = W_qb rms(q_a) by 16-bit codes; where q is NULL
  * in   kv       [C + R] f32                W_kva x
  * in   kv_norm  [C] f32
  * in   kv_b     [heads · (nope + v), C]    per head nope rows, then v rows; f32, bf16 or q8_0
@@ -44,9 +45,9 @@ enum {
  * Twin: the query part of k3_host_mla_*; see src/host/mla.h. */
 typedef struct {
   int64_t heads, nope, rope, v_dim, latent;
-  const float *q, *kv, *kv_norm;
-  double norm_eps;
-  K3CudaMatrix kv_b;
+  const float *q, *kv, *kv_norm, *q_a, *q_a_norm;
+  double norm_eps; /* of q_a and of kv */
+  K3CudaMatrix q_b, kv_b;
   const int64_t *position;
   int64_t page_positions, world, rank;
   int64_t capacity; /* rows of the cache; a position past it is not written (the host checks before) */
@@ -57,6 +58,8 @@ typedef struct {
 } K3CudaMlaPrepare;
 
 K3Status k3_cuda_mla_prepare(const K3CudaLaunch *launch, const K3CudaMlaPrepare *arguments);
+/* 1 where q may be NULL: q_b in q8_0 of up to 1,536 columns, in whole 512s, and heads whose clusters run at once. */
+int k3_cuda_mla_prepare_multiplies(const K3CudaLaunch *launch, const K3CudaMlaPrepare *arguments);
 
 /* Slices of absorbed MLA; both arms.
  * in   query    [heads, C + R]: f32 for the CUDA-core arm, the cache's type for the tensor-core arm

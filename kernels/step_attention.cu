@@ -93,7 +93,7 @@ K3Status k3_cuda_plan_attention(K3Cuda *cuda, int64_t rows)
 }
 
 /* q, absorbed, and the new row of the cache. */
-static K3Status prepare_queries(K3Cuda *cuda, int64_t i, const float *kv)
+static K3Status prepare_queries(K3Cuda *cuda, int64_t i, const float *q_a, const float *kv)
 {
   const K3Config *c = cuda->config;
   K3Range heads = k3_plan_range(cuda->plan, cuda->rank, K3_SHARE_MLA_HEADS);
@@ -105,7 +105,9 @@ static K3Status prepare_queries(K3Cuda *cuda, int64_t i, const float *kv)
   a.rope = c->qk_rope_head_dim;
   a.v_dim = c->v_head_dim;
   a.latent = c->kv_lora_rank;
-  a.q = cuda->q;
+  a.q_a = q_a;
+  a.q_a_norm = k3_cuda_tensor(cuda, i, K3_ROLE_Q_A_NORM)->vector;
+  a.q_b = k3_cuda_tensor(cuda, i, K3_ROLE_Q_B_PROJ)->matrix;
   a.kv = kv;
   a.kv_norm = k3_cuda_tensor(cuda, i, K3_ROLE_KV_A_NORM)->vector;
   a.norm_eps = c->low_rank_norm_eps;
@@ -119,6 +121,13 @@ static K3Status prepare_queries(K3Cuda *cuda, int64_t i, const float *kv)
   a.cache = cuda->layers[i].cache;
   a.query = cuda->query + at;
   a.query16 = cuda->cache_type == K3_CACHE_F32 ? NULL : (char *)cuda->query16 + 2 * at;
+  if (!cuda->exact && k3_cuda_mla_prepare_multiplies(&cuda->launch, &a)) {
+    cuda->phase_bytes[cuda->phase] += k3_cuda_matrix_read_bytes(&a.q_b, a.q_b.rows);
+  } else {
+    a.q = cuda->q;
+    K3_TRY(k3_step_multiply(cuda, i, K3_ROLE_Q_B_PROJ,
+                            k3_step_rms(q_a, a.q_a_norm, c->low_rank_norm_eps, c->q_lora_rank, 0, c->q_lora_rank), cuda->q, 0));
+  }
   return k3_cuda_mla_prepare(&cuda->launch, &a);
 }
 
@@ -203,11 +212,7 @@ K3Status k3_step_attend_mla(K3Cuda *cuda, int64_t i, K3CudaVector x)
   float *q_a = cuda->projected, *kv = q_a + c->q_lora_rank, *gate = kv + width;
   K3_TRY(k3_step_multiply_group(cuda, &layer->attention, k3_step_vector(x, c->hidden_size), cuda->projected));
   K3_TRY(k3_step_mix_bank(cuda, i));
-  K3_TRY(k3_step_multiply(cuda, i, K3_ROLE_Q_B_PROJ,
-                          k3_step_rms(q_a, k3_cuda_tensor(cuda, i, K3_ROLE_Q_A_NORM)->vector, c->low_rank_norm_eps,
-                                      c->q_lora_rank, 0, c->q_lora_rank),
-                          cuda->q, 0));
-  K3_TRY(prepare_queries(cuda, i, kv));
+  K3_TRY(prepare_queries(cuda, i, q_a, kv));
   if (exchanges(cuda)) {
     int64_t size = cuda->tensor_cores ? 2 : 4;
     void *queries = cuda->tensor_cores ? cuda->query16 : (void *)cuda->query;

@@ -141,15 +141,30 @@ K3Status prepare_work(void *context, const K3CudaLaunch *launch, int set)
 }
 
 void check_prepare(K3Table *t, int64_t heads, int64_t nope, int64_t rope, int64_t v, int64_t latent, K3Type type,
-                   K3CudaCacheType cache_type, int64_t world, int64_t rank, int64_t position, bool timed)
+                   K3CudaCacheType cache_type, int64_t world, int64_t rank, int64_t position, bool timed, int64_t q_cols = 0)
 {
   const int64_t width = latent + rope, rows = heads * (nope + v), page = 64, capacity = position / world + 2 * page;
-  Floats w = random_floats(t, rows * latent, 0.05), q = random_floats(t, heads * (nope + rope), 1.0),
+  Floats w = random_floats(t, rows * latent, 0.05), given_q = random_floats(t, heads * (nope + rope), 1.0),
          kv = random_floats(t, width, 3.0), norm = random_floats(t, latent, 0.3);
   for (auto &x : norm) x += 1.0f;
   K3CudaMlaPrepare a = {};
   a.heads = heads, a.nope = nope, a.rope = rope, a.v_dim = v, a.latent = latent, a.norm_eps = 1e-6;
-  a.q = upload(q), a.kv = upload(kv), a.kv_norm = upload(norm);
+  a.kv = upload(kv), a.kv_norm = upload(norm);
+  Doubles q(given_q.begin(), given_q.end());
+  Floats q_w = random_floats(t, q_cols * heads * (nope + rope), 0.05), q_a = random_floats(t, q_cols, 2.0), q_norm = random_floats(t, q_cols, 0.3);
+  if (q_cols > 0) { /* q of the kernel's own making */
+    for (auto &x : q_norm) x += 1.0f;
+    a.q_a = upload(q_a), a.q_a_norm = upload(q_norm), a.q_b = make_matrix(K3_TYPE_Q8_0, heads * (nope + rope), q_cols, q_w);
+    double square = 0;
+    for (float x : q_a) square += (double)x * x;
+    const double scale = 1.0 / sqrt(square / q_cols + 1e-6);
+    for (int64_t r = 0; r < heads * (nope + rope); r++) {
+      q[r] = 0;
+      for (int64_t c = 0; c < q_cols; c++) q[r] += (double)q_w[r * q_cols + c] * q_a[c] * scale * q_norm[c];
+    }
+  } else {
+    a.q = upload(given_q);
+  }
   a.kv_b = make_matrix(type, rows, latent, w);
   a.position = upload(std::vector<int64_t>(1, position));
   a.page_positions = page, a.world = world, a.rank = rank, a.capacity = capacity, a.cache_type = cache_type;
@@ -207,17 +222,26 @@ void check_prepare(K3Table *t, int64_t heads, int64_t nope, int64_t rope, int64_
       K3CudaMlaPrepare copy = a;
       Floats again = w;
       copy.kv_b = make_matrix(type, rows, latent, again);
+      again = q_w;
+      if (q_cols > 0) copy.q_b = make_matrix(K3_TYPE_Q8_0, heads * (nope + rope), q_cols, again);
       work.sets.push_back(copy);
     }
     us = k3_table_microseconds(t, prepare_work, &work, 48, 96);
-    for (auto &s : work.sets) free_matrix(&s.kv_b);
+    for (auto &s : work.sets) {
+      free_matrix(&s.kv_b);
+      if (q_cols > 0) free_matrix(&s.q_b);
+    }
   }
-  char shape[96];
-  snprintf(shape, sizeof shape, "%lld heads, C %lld %s, %lld/%lld%s", (long long)heads, (long long)latent, type_names[type],
-           (long long)rank, (long long)world, owner ? " owner" : "");
-  k3_table_row(t, shape, error, 2e-6, control, &use, us,
-               (double)heads * nope * latent * (type == K3_TYPE_F32 ? 4 : type == K3_TYPE_BF16 ? 2 : 34.0 / 32));
+  char shape[96], q_b[32] = "";
+  if (q_cols > 0) snprintf(q_b, sizeof q_b, ", q_b of %lld", (long long)q_cols);
+  snprintf(shape, sizeof shape, "%lld heads, C %lld %s, %lld/%lld%s%s", (long long)heads, (long long)latent, type_names[type],
+           (long long)rank, (long long)world, owner ? " owner" : "", q_b);
+  /* codes of rms(q_a): 2e-5 of its norm (kernel_device.h) */
+  k3_table_row(t, shape, error, q_cols > 0 ? 8e-5 : 2e-6, control, &use, us,
+               (double)heads * nope * latent * (type == K3_TYPE_F32 ? 4 : type == K3_TYPE_BF16 ? 2 : 34.0 / 32) +
+                   (double)heads * (nope + rope) * q_cols * 34.0 / 32);
   free_matrix(&a.kv_b);
+  if (q_cols > 0) free_matrix(&a.q_b);
   cudaFree(a.cache), cudaFree(a.query), cudaFree(a.query16);
 }
 
@@ -333,6 +357,8 @@ void k3_check_attention(K3Table *t, const char *words)
       check_kda(t, c);
   if (!*words || named(words, "prepare")) {
     check_prepare(t, 12, 128, 64, 128, 512, K3_TYPE_Q8_0, K3_CACHE_BF16, 8, 3, 64 * (8 * 5 + 3) + 17, true);
+    check_prepare(t, 12, 128, 64, 128, 512, K3_TYPE_Q8_0, K3_CACHE_BF16, 8, 3, 64 * (8 * 5 + 3) + 17, true, 1536);
+    check_prepare(t, 7, 96, 40, 24, 200, K3_TYPE_BF16, K3_CACHE_F32, 3, 1, 0, false, 512);
     check_prepare(t, 12, 128, 64, 128, 512, K3_TYPE_BF16, K3_CACHE_F16, 8, 2, 64 * (8 * 5 + 3) + 17, true);
     check_prepare(t, 96, 128, 64, 128, 512, K3_TYPE_Q8_0, K3_CACHE_BF16, 1, 0, 4099, true);
     check_prepare(t, 3, 40, 16, 24, 64, K3_TYPE_F32, K3_CACHE_F32, 1, 0, 129, false);
