@@ -5,7 +5,6 @@
  *   K3_PHASE_TIMES=1     phase times in captured steps too (about 190 tiny kernels more in a step of 93 layers)
  *   K3_WATCHDOG_S=60     seconds until a step counts as hung; MPI between steps waits five times as long
  *   K3_PDL=0             no programmatic dependent launch
- *   K3_LATENT_BLOCKS=1   blocks an SM of the product before the experts (default: linear.h)
  *   K3_COMM=nccl|device|staged  comm_nccl.cu, comm_device.cu
  *   K3_POOL=separate     pool.cu
  *   K3_TEST_STOP_AT=POSITION  the last rank stops itself before that step is replayed
@@ -32,7 +31,7 @@ static int flag(const char *name, int otherwise)
 
 static K3Status read_options(K3Cuda *cuda)
 {
-  const char *seconds = getenv("K3_WATCHDOG_S"), *blocks = getenv("K3_LATENT_BLOCKS");
+  const char *seconds = getenv("K3_WATCHDOG_S");
   cuda->exact = cuda->options.activations_f32;
   switch (cuda->options.cache_type) {
   case K3_CACHE_TYPE_F32: cuda->cache_type = K3_CACHE_F32; break;
@@ -42,7 +41,6 @@ static K3Status read_options(K3Cuda *cuda)
   }
   cuda->verbose = flag("K3_VERBOSE", 0) && (cuda->rank == 0 || cuda->options.slice_world > 0);
   cuda->timed = cuda->options.phase_times || flag("K3_PHASE_TIMES", 0);
-  cuda->latent_blocks = blocks && blocks[0] ? atoi(blocks) : 0;
   cuda->watchdog_s = seconds ? atof(seconds) : 60.0;
   if (!(cuda->watchdog_s > 0.0)) K3_FAIL(K3_ERR_USAGE, "K3_WATCHDOG_S=%s: wanted a number of seconds above 0", seconds);
   if (cuda->communicates && k3_cuda_comm_is_staged() && cuda->options.graph) {

@@ -142,7 +142,6 @@ struct K3Cuda {
   int exact;        /* float32 activations */
   K3CudaCacheType cache_type;
   int verbose, timed; /* K3_VERBOSE, phase times wanted */
-  int latent_blocks; /* blocks an SM of the product before the experts' gate and up: see linear.h; K3_LATENT_BLOCKS */
   double watchdog_s;
 
   int device, sharing; /* sharing: ranks on this GPU */

@@ -29,10 +29,7 @@ K3CudaInput k3_step_rms(const float *values, const float *norm, double eps, int6
 
 /* --- products -------------------------------------------------------------------------------------------------- */
 
-/* An empty list of products of `input`, and a group added to it with its outputs from y on. */
-K3CudaLinear k3_step_products(const K3Cuda *cuda, K3CudaInput input);
-void k3_step_add_group(K3CudaLinear *linear, const K3CudaGroup *group, float *y);
-K3Status k3_step_multiply_all(K3Cuda *cuda, const K3CudaLinear *linear);
+/* The group's products of `input`, outputs from y on. */
 K3Status k3_step_multiply_group(K3Cuda *cuda, const K3CudaGroup *group, K3CudaInput input, float *y);
 /* y = W x, or y += W x. A rank without columns contributes nothing. */
 K3Status k3_step_multiply(K3Cuda *cuda, int64_t layer, K3Role role, K3CudaInput input, float *y, int add);

@@ -14,10 +14,7 @@ K3Status k3_step_feed_dense(K3Cuda *cuda, int64_t i, K3CudaVector x)
 /* Latent, router scores, and the shared experts' gate and up, in one launch; then latent and scores of all ranks. */
 static K3Status project_latent(K3Cuda *cuda, int64_t i, K3CudaVector x)
 {
-  K3CudaLinear linear = k3_step_products(cuda, k3_step_vector(x, cuda->config->hidden_size));
-  k3_step_add_group(&linear, &cuda->layers[i].ffn, cuda->ffn_y);
-  if (!cuda->communicates) linear.blocks_per_sm = cuda->latent_blocks;
-  K3_TRY(k3_step_multiply_all(cuda, &linear));
+  K3_TRY(k3_step_multiply_group(cuda, &cuda->layers[i].ffn, k3_step_vector(x, cuda->config->hidden_size), cuda->ffn_y));
   const void *const own[2] = {cuda->ffn_y, cuda->ffn_y + k3_cuda_own(cuda, K3_SHARE_LATENT_ROWS)};
   void *const data[2] = {cuda->latent, cuda->logits_router};
   const K3Pieces pieces[2] = {k3_step_share_pieces(cuda, 0, K3_SHARE_LATENT_ROWS, 1),

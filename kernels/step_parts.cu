@@ -102,12 +102,12 @@ static void add_item(K3CudaLinear *linear, const K3CudaMatrix *matrix, float *y,
   item->add = add;
 }
 
-void k3_step_add_group(K3CudaLinear *linear, const K3CudaGroup *group, float *y)
+static void add_group(K3CudaLinear *linear, const K3CudaGroup *group, float *y)
 {
   for (int k = 0; k < group->count; k++) add_item(linear, &group->matrix[k], y + group->offset[k], 0);
 }
 
-K3CudaLinear k3_step_products(const K3Cuda *cuda, K3CudaInput input)
+static K3CudaLinear products(const K3Cuda *cuda, K3CudaInput input)
 {
   K3CudaLinear linear;
   memset(&linear, 0, sizeof linear);
@@ -116,7 +116,7 @@ K3CudaLinear k3_step_products(const K3Cuda *cuda, K3CudaInput input)
   return linear;
 }
 
-K3Status k3_step_multiply_all(K3Cuda *cuda, const K3CudaLinear *linear)
+static K3Status multiply_all(K3Cuda *cuda, const K3CudaLinear *linear)
 {
   if (linear->count == 0) return K3_OK;
   cuda->phase_bytes[cuda->phase] += k3_cuda_linear_bytes(linear);
@@ -125,17 +125,17 @@ K3Status k3_step_multiply_all(K3Cuda *cuda, const K3CudaLinear *linear)
 
 K3Status k3_step_multiply_group(K3Cuda *cuda, const K3CudaGroup *group, K3CudaInput input, float *y)
 {
-  K3CudaLinear linear = k3_step_products(cuda, input);
-  k3_step_add_group(&linear, group, y);
-  return k3_step_multiply_all(cuda, &linear);
+  K3CudaLinear linear = products(cuda, input);
+  add_group(&linear, group, y);
+  return multiply_all(cuda, &linear);
 }
 
 K3Status k3_step_multiply(K3Cuda *cuda, int64_t layer, K3Role role, K3CudaInput input, float *y, int add)
 {
   const K3CudaMatrix *matrix = &k3_cuda_tensor(cuda, layer, role)->matrix;
-  K3CudaLinear linear = k3_step_products(cuda, input);
+  K3CudaLinear linear = products(cuda, input);
   add_item(&linear, matrix, y, add);
-  if (linear.count > 0) return k3_step_multiply_all(cuda, &linear);
+  if (linear.count > 0) return multiply_all(cuda, &linear);
   const K3TensorTable *table = &cuda->source->table;
   return add ? K3_OK
              : k3_cuda_fill(&cuda->launch, y, table->specs[k3_tensors_find(table, layer, role)].shape[0], 0.0f, 0.0f);
