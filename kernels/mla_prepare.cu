@@ -35,13 +35,17 @@ __device__ __forceinline__ void store_query(const K3CudaMlaPrepare &a, int64_t a
 __device__ __noinline__ void cache_row(const K3CudaMlaPrepare &a)
 {
   __shared__ float sums[BLOCK / 32];
+  for (int64_t c = 32 * threadIdx.x; c < a.latent; c += 32 * BLOCK) asm volatile("prefetch.global.L2 [%0];" ::"l"(a.kv_norm + c));
   k3_wait();
-  const int64_t position = __ldcg((const long long *)a.position), page = position / a.page_positions;
-  const int64_t row = page / a.world * a.page_positions + position % a.page_positions;
+  const int64_t position = __ldcg((const long long *)a.position);
+  float sum = 0.0f;
+  for (int64_t c = threadIdx.x; c < a.latent; c += BLOCK) {
+    const float value = __ldcg(a.kv + c);
+    sum += value * value;
+  }
+  const int64_t page = position / a.page_positions, row = page / a.world * a.page_positions + position % a.page_positions;
   if (page % a.world != a.rank || row >= a.capacity) return;
   const int64_t width = a.latent + a.rope;
-  float sum = 0.0f;
-  for (int64_t c = threadIdx.x; c < a.latent; c += BLOCK) sum += __ldcg(a.kv + c) * __ldcg(a.kv + c);
   sum = warp_sum(sum);
   if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
   __syncthreads();

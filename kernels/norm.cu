@@ -191,13 +191,13 @@ __global__ void __launch_bounds__(MOST_THREADS, 1) norm_kernel(const __grid_cons
   if (there && a.banked) *(float4 *)(a.banked + at) = p;
 
   /* 3. h = of_bank · bank + of_p · p', and |h|² from the sums; where it is small beside its terms, from h itself. */
-  const float n = (float)a.n;
+  const float per_n = 1.0f / (float)a.n;
   float of_bank = 0.0f, of_p = 1.0f;
   if (a.mixed) {
-    const float value = sums[1] / sqrtf(sums[0] / n + a.res_eps), most = max_nan(value, most_banked);
+    const float value = sums[1] * rsqrtf(sums[0] * per_n + a.res_eps), most = max_nan(value, most_banked);
     of_bank = expf(most_banked - most), of_p = expf(value - most);
-    const float total = fmaf(of_bank, weight_banked, of_p);
-    of_bank /= total, of_p /= total;
+    const float share = __fdividef(1.0f, fmaf(of_bank, weight_banked, of_p)); /* of a total between 1 and 1 + the bank's weights */
+    of_bank *= share, of_p *= share;
   }
   const float4 h = make_float4(fmaf(of_bank, bank.x, of_p * p.x), fmaf(of_bank, bank.y, of_p * p.y),
                                fmaf(of_bank, bank.z, of_p * p.z), fmaf(of_bank, bank.w, of_p * p.w));
@@ -210,7 +210,7 @@ __global__ void __launch_bounds__(MOST_THREADS, 1) norm_kernel(const __grid_cons
   }
 
   /* 4. x. */
-  const float scale = 1.0f / sqrtf(square / n + a.eps);
+  const float scale = rsqrtf(square * per_n + a.eps);
   const float v[4] = {h.x * scale * norm.x, h.y * scale * norm.y, h.z * scale * norm.z, h.w * scale * norm.w};
   if (there && a.x.values) *(float4 *)(a.x.values + at) = make_float4(v[0], v[1], v[2], v[3]);
   if (a.x.codes) {
