@@ -44,6 +44,13 @@ struct StoredWeights {
     if constexpr (TYPE == K3_TYPE_Q8_0) scale = ((const uint16_t *)w.scale)[row * (w.cols / 32) + col / 32];
   }
 
+  /* Weight i of a plain float; what a bfloat16 cannot hold is no weight of one. */
+  __device__ __forceinline__ void put(int i, float value)
+  {
+    if constexpr (TYPE == K3_TYPE_F32) word[i] = __float_as_uint(value);
+    else word[i / 2] = i % 2 ? word[i / 2] | (__float_as_uint(value) & 0xffff0000u) : __float_as_uint(value) >> 16;
+  }
+
   __device__ __forceinline__ void decode(float *out) const
   {
     const float d = __half2float(__ushort_as_half(scale));
@@ -89,6 +96,24 @@ static __device__ __forceinline__ void warp_sums(float *x)
   for (int step = 16; step > 0; step /= 2)
 #pragma unroll
     for (int i = 0; i < COUNT; i++) x[i] += __shfl_xor_sync(~0u, x[i], step);
+}
+
+/* x[lane · COUNT / 32] summed over the warp: an exchange sends on only what the other half of the lanes keeps. x is used up. */
+template <int COUNT>
+static __device__ __forceinline__ float warp_sum_of_one(float *x)
+{
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) {
+    const int kept = COUNT * step / 32; /* 0: one is left */
+    if (kept == 0) x[0] += __shfl_xor_sync(~0u, x[0], step);
+#pragma unroll
+    for (int i = 0; i < kept; i++) {
+      const float low = x[i], high = x[i + kept];
+      x[i] = (lane & step ? high : low) + __shfl_xor_sync(~0u, lane & step ? low : high, step);
+    }
+  }
+  return x[0];
 }
 
 static __device__ __forceinline__ float warp_max(float x)

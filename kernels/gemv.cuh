@@ -365,20 +365,22 @@ static __device__ __forceinline__ void warm_norm(const K3CudaInput &input)
     asm volatile("prefetch.global.L2 [%0];" ::"l"(input.norm + input.offset + i));
 }
 
-/* The normalised part of a longer vector. */
-static __device__ __forceinline__ void fill_rms(const K3CudaInput &input, const SharedInput &in, float *scratch)
+/* The normalised part of a longer vector; w: the norm's weights at 4 · threadIdx.x. AHEAD loads of the vector at a time. */
+template <int AHEAD>
+static __device__ __forceinline__ void fill_rms(const K3CudaInput &input, const SharedInput &in, float *scratch, float w[4])
 {
   int n = (int)input.n, full = (int)input.full, padded = (n + 127) / 128 * 128, i = threadIdx.x * 4, round = blockDim.x * 4;
   const float *from = input.vector.values + input.offset, *norm = input.norm + input.offset;
-  float v[4], w[4], sum = 0;
+  float v[4], sum = 0;
   fetch4(from, i, n, v);
-  fetch4(norm, i, n, w);
-  for (int j = threadIdx.x * 4; j < full; j += 2 * round) {
-    float a[4], b[4];
-    fetch4(input.vector.values, j, full, a);
-    fetch4(input.vector.values, j + round, full, b);
+  for (int j = threadIdx.x * 4; j < full; j += AHEAD * round) {
+    float a[AHEAD][4];
 #pragma unroll
-    for (int k = 0; k < 4; k++) sum = fmaf(a[k], a[k], fmaf(b[k], b[k], sum));
+    for (int r = 0; r < AHEAD; r++) fetch4(input.vector.values, j + r * round, full, a[r]);
+#pragma unroll
+    for (int r = 0; r < AHEAD; r++)
+#pragma unroll
+      for (int k = 0; k < 4; k++) sum = fmaf(a[r][k], a[r][k], sum);
   }
   float scale = 1.0f / sqrtf(block_sum(sum, scratch) / (float)full + input.eps);
   while (i < padded) {
@@ -390,6 +392,11 @@ static __device__ __forceinline__ void fill_rms(const K3CudaInput &input, const 
     fetch4(from, i, n, v);
     fetch4(norm, i, n, w);
   }
+}
+
+static __device__ __forceinline__ void fetch_norm(const K3CudaInput &input, float w[4])
+{
+  fetch4(input.norm + input.offset, threadIdx.x * 4, (int)input.n, w);
 }
 
 /* What is quantised already. */
@@ -466,8 +473,11 @@ static __device__ __forceinline__ void fill_situ(const K3CudaInput &input, const
 static __device__ inline void fill_input(const K3CudaInput &input, const SharedInput &in, float *scratch)
 {
   if (input.kind == K3_INPUT_QUANTISED) fill_quantised(input, in);
-  else if (input.kind == K3_INPUT_RMS) fill_rms(input, in, scratch);
-  else if (input.kind == K3_INPUT_SITU) {
+  else if (input.kind == K3_INPUT_RMS) {
+    float w[4];
+    fetch_norm(input, w);
+    fill_rms<2>(input, in, scratch, w);
+  } else if (input.kind == K3_INPUT_SITU) {
     float held[2][2];
     fetch_situ(input, threadIdx.x, held);
     fill_situ(input, in, held);

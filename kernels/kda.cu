@@ -60,49 +60,34 @@ __device__ __forceinline__ void store_keys(float *to, int D, int lane, const flo
   }
 }
 
-/* The same of rows of f_b. */
+/* The same of rows of f_b, as stored: decoding would wait for them. */
 template <K3Type TYPE, int KEYS, int ROWS>
 __device__ __forceinline__ void load_f_b(const K3CudaMatrix &f_b, int64_t row, int D, int there, int lane,
-                                         float w[ROWS][KEYS])
+                                         StoredWeights<TYPE, 4> w[ROWS][KEYS / 4])
 {
-  StoredWeights<TYPE, 4> stored[ROWS][KEYS / 4];
+  if (D % 4 == 0) {
 #pragma unroll
-  for (int r = 0; r < ROWS; r++)
+    for (int r = 0; r < ROWS; r++)
 #pragma unroll
-    for (int i = 0; i < KEYS / 4; i++)
-      stored[r][i].load(f_b, row + r, key_of(lane, 4 * i), r < there && key_of(lane, 4 * i) < D);
-#pragma unroll
-  for (int r = 0; r < ROWS; r++)
-#pragma unroll
-    for (int i = 0; i < KEYS / 4; i++) stored[r][i].decode(&w[r][4 * i]);
-}
-
-template <int KEYS, int ROWS>
-__device__ __forceinline__ void load_any_f_b(const K3CudaMatrix &f_b, int64_t row, int D, int there, int lane,
-                                             float w[ROWS][KEYS])
-{
-  if (D % 4 != 0) {
+      for (int i = 0; i < KEYS / 4; i++)
+        w[r][i].load(f_b, row + r, key_of(lane, 4 * i), r < there && key_of(lane, 4 * i) < D);
+  } else {
 #pragma unroll
     for (int r = 0; r < ROWS; r++)
 #pragma unroll
       for (int i = 0; i < KEYS; i++) {
         const int key = key_of(lane, i);
-        w[r][i] = r < there && key < D ? weight_at(f_b, row + r, key) : 0.0f;
+        w[r][i / 4].put(i % 4, r < there && key < D ? weight_at(f_b, row + r, key) : 0.0f);
       }
-  } else if (f_b.type == K3_TYPE_F32) {
-    load_f_b<K3_TYPE_F32, KEYS, ROWS>(f_b, row, D, there, lane, w);
-  } else if (f_b.type == K3_TYPE_BF16) {
-    load_f_b<K3_TYPE_BF16, KEYS, ROWS>(f_b, row, D, there, lane, w);
-  } else {
-    load_f_b<K3_TYPE_Q8_0, KEYS, ROWS>(f_b, row, D, there, lane, w);
   }
 }
 
-/* KEYS: keys of a lane; D <= 32 KEYS. VALUES: channels of a warp; D / 8 <= 4 VALUES. */
-template <int KEYS, int VALUES>
-__global__ void __launch_bounds__(BLOCK) kda_kernel(const K3CudaKda a)
+/* KEYS: keys of a lane; D <= 32 KEYS. VALUES: channels of a warp; D / 8 <= 4 VALUES. TYPE: of f_b. What is of one channel is
+ * done by the 32 / VALUES lanes whose channel it is. */
+template <int KEYS, int VALUES, K3Type TYPE>
+__global__ void __launch_bounds__(BLOCK, VALUES == 4 ? 6 : 2) kda_kernel(const K3CudaKda a)
 {
-  constexpr int MAX_D = 32 * KEYS;
+  constexpr int MAX_D = 32 * KEYS, LANES = 32 / VALUES;
   __shared__ float q_all[MAX_D], k_all[MAX_D], keep_all[MAX_D], out_all[MAX_D], v_tile[WARPS * VALUES];
   __shared__ float squares[CLUSTER * WARPS];
   __shared__ __align__(8) uint64_t exchanged[2];
@@ -121,49 +106,40 @@ __global__ void __launch_bounds__(BLOCK) kda_kernel(const K3CudaKda a)
   const int first = rank * tile, count = max(0, min(tile, D - first)); /* this block's channels of the head */
   const int64_t at = head * D + first;
 
-  /* 1. What no other launch of this step writes: state, windows, weights. */
-  float S[VALUES][KEYS], f_b[VALUES][KEYS];
+  /* 1. What no other launch of this step writes: state, windows, weights. Nothing is used before the wait, which would wait for it. */
+  float S[VALUES][KEYS];
+  StoredWeights<TYPE, 4> f_b[VALUES][KEYS / 4];
   float *state = a.state + (head * D + first) * D;
   const int mine = count - warp * VALUES; /* channels of this warp, if positive */
   load_keys<KEYS, VALUES>(state + (int64_t)warp * VALUES * D, D, mine, lane, S);
-  if (a.f_b.codes) load_any_f_b<KEYS, VALUES>(a.f_b, at + warp * VALUES, D, mine, lane, f_b);
+  if (a.f_b.codes) load_f_b<TYPE, KEYS, VALUES>(a.f_b, at + warp * VALUES, D, mine, lane, f_b);
+  const int own = warp * VALUES + lane / LANES; /* this lane's channel of the block */
+  const bool owns = own < count;
+  const float bias = owns ? a.dt_bias[at + own] : 0.0f, gain = owns ? a.o_norm[first + own] : 0.0f, log_rate = a.a_log[head];
   const int kind = threadIdx.x / (WARPS * VALUES), channel = threadIdx.x % (WARPS * VALUES); /* q, k, v, none */
   const bool convolves = kind < 3 && channel < count;
   const int taps = (int)a.kernel;
   float *window = a.window + (int64_t)kind * (taps - 1) * channels + at + channel;
-  float sum = 0.0f, last_tap = 0.0f, past[K3_KDA_MAX_KERNEL - 1], tap[K3_KDA_MAX_KERNEL - 1];
+  float last_tap = 0.0f, past[K3_KDA_MAX_KERNEL - 1] = {0}, tap[K3_KDA_MAX_KERNEL - 1] = {0};
   if (convolves) {
     const float *conv = (kind == 0 ? a.q_conv : kind == 1 ? a.k_conv : a.v_conv) + (at + channel) * taps;
 #pragma unroll
-    for (int t = 0; t < K3_KDA_MAX_KERNEL - 1; t++) {
-      past[t] = t < taps - 1 ? __ldcg(window + t * channels) : 0.0f;
-      tap[t] = t < taps - 1 ? conv[t] : 0.0f;
-    }
+    for (int t = 0; t < K3_KDA_MAX_KERNEL - 1; t++)
+      if (t < taps - 1) past[t] = __ldcg(window + t * channels), tap[t] = conv[t];
     last_tap = conv[taps - 1];
-#pragma unroll
-    for (int t = 0; t < K3_KDA_MAX_KERNEL - 1; t++) sum += tap[t] * past[t];
-  }
-  const float rate = expf(a.a_log[head]), lower = (float)a.gate_lower_bound, q_norm = rsqrtf((float)D);
-  float z[VALUES], gain[VALUES]; /* z: the bias in one lane's share of a sum */
-#pragma unroll
-  for (int v = 0; v < VALUES; v++) {
-    z[v] = v < mine && (lane == 0 || !a.f_b.codes) ? a.dt_bias[at + warp * VALUES + v] : 0.0f;
-    gain[v] = v < mine ? a.o_norm[first + warp * VALUES + v] : 0.0f;
   }
 
   /* 2. Convolutions and decays of this block's channels, to the whole cluster. */
   k3_wait();
-  float gate[VALUES], f_a[1][KEYS], x = 0.0f, activated = 0.0f; /* all loads first: one trip to the L2 */
-#pragma unroll
-  for (int v = 0; v < VALUES; v++) {
-    gate[v] = v < mine ? __ldcg(a.gate + at + warp * VALUES + v) : 0.0f;
-    if (v < mine && !a.f_b.codes) z[v] += __ldcg(a.decay + at + warp * VALUES + v);
-  }
-  float beta = __ldcg(a.beta + head);
+  float f_a[1][KEYS], x = 0.0f, activated = 0.0f, z[VALUES] = {0}; /* all loads first: one trip to the L2 */
   if (convolves) x = __ldcg((kind == 0 ? a.q : kind == 1 ? a.k : a.v) + at + channel);
   if (a.f_b.codes) load_keys<KEYS, 1>(a.f_a, D, 1, lane, f_a);
+  const float decay = owns && !a.f_b.codes ? __ldcg(a.decay + at + own) : 0.0f, gate = owns ? __ldcg(a.gate + at + own) : 0.0f;
+  float beta = __ldcg(a.beta + head);
   if (convolves) {
-    sum += last_tap * x;
+    float sum = last_tap * x;
+#pragma unroll
+    for (int t = 0; t < K3_KDA_MAX_KERNEL - 1; t++) sum += tap[t] * past[t];
     activated = sum * sigmoid(sum);
 #pragma unroll
     for (int t = 0; t < K3_KDA_MAX_KERNEL - 1; t++)
@@ -172,57 +148,60 @@ __global__ void __launch_bounds__(BLOCK) kda_kernel(const K3CudaKda a)
   }
   if (a.f_b.codes) {
 #pragma unroll
-    for (int i = 0; i < KEYS; i++)
+    for (int v = 0; v < VALUES; v++)
 #pragma unroll
-      for (int v = 0; v < VALUES; v++) z[v] += f_b[v][i] * f_a[0][i];
-    warp_sums<VALUES>(z);
+      for (int i = 0; i < KEYS; i += 4) {
+        float w[4];
+        f_b[v][i / 4].decode(w);
+#pragma unroll
+        for (int e = 0; e < 4; e++) z[v] += w[e] * f_a[0][i + e];
+      }
   }
-#pragma unroll
-  for (int v = 0; v < VALUES; v++) z[v] = expf(lower * sigmoid(rate * z[v]));
+  const float keep_own = expf((float)a.gate_lower_bound * sigmoid(expf(log_rate) * (warp_sum_of_one<VALUES>(z) + decay + bias)));
   cluster_wait();
   if (convolves && kind < 2)
 #pragma unroll
     for (int r = 0; r < CLUSTER; r++) send_to((kind == 0 ? q_all : k_all) + first + channel, inputs, r, activated);
+  if (owns)
 #pragma unroll
-  for (int v = 0; v < VALUES; v++)
-    if (v < mine && lane < CLUSTER) send_to(keep_all + first + warp * VALUES + v, inputs, lane, z[v]);
+    for (int r = 0; r < CLUSTER; r += LANES) send_to(keep_all + first + own, inputs, r + lane % LANES, keep_own);
   beta = sigmoid(beta);
-#pragma unroll
-  for (int v = 0; v < VALUES; v++) gain[v] *= sigmoid(gate[v]);
+  const float factor = gain * sigmoid(gate);
   __syncthreads(); /* v_tile */
+  const float value_own = owns ? v_tile[own] : 0.0f;
   barrier_wait(inputs, 0);
 
   /* 3. State and readout. o = Σ (S + k δ) q = Σ S q + δ Σ k q, and the norms of q and k are factors: one round of sums. */
-  float k[KEYS], sums[3 + 2 * VALUES] = {0}; /* q · q, k · k, q · k; S k and S q of each value */
+  float k[KEYS], norms[3] = {0}, r[VALUES] = {0}, o[VALUES] = {0}; /* q · q, k · k, q · k; S k, S q */
 #pragma unroll
   for (int i = 0; i < KEYS; i++) {
     const int key = key_of(lane, i);
     const float q = key < D ? q_all[key] : 0.0f, keep = key < D ? keep_all[key] : 0.0f;
     k[i] = key < D ? k_all[key] : 0.0f;
-    sums[0] += q * q, sums[1] += k[i] * k[i], sums[2] += q * k[i];
+    norms[0] += q * q, norms[1] += k[i] * k[i], norms[2] += q * k[i];
 #pragma unroll
     for (int v = 0; v < VALUES; v++) {
       S[v][i] *= keep;
-      sums[3 + 2 * v] += S[v][i] * k[i], sums[4 + 2 * v] += S[v][i] * q;
+      r[v] += S[v][i] * k[i], o[v] += S[v][i] * q;
     }
   }
-  warp_sums<3 + 2 * VALUES>(sums);
-  const float q_scale = rsqrtf(sums[0] + 1e-6f) * q_norm, k_scale = rsqrtf(sums[1] + 1e-6f), qk = sums[2] * q_scale * k_scale;
-  float square = 0.0f, delta[VALUES];
+  const float r_own = warp_sum_of_one<VALUES>(r), o_raw = warp_sum_of_one<VALUES>(o);
+  warp_sums<3>(norms);
+  const float k_scale = rsqrtf(norms[1] + 1e-6f), q_scale = rsqrtf((norms[0] + 1e-6f) * (float)D);
+  const float delta_own = beta * (value_own - r_own * k_scale), o_own = o_raw * q_scale + delta_own * (norms[2] * q_scale * k_scale);
+  if (owns)
 #pragma unroll
-  for (int v = 0; v < VALUES; v++) {
-    if (v >= mine) continue;
-    delta[v] = beta * (v_tile[warp * VALUES + v] - sums[3 + 2 * v] * k_scale);
-    const float o = sums[4 + 2 * v] * q_scale + delta[v] * qk;
-    square += o * o;
-    if (lane < CLUSTER) send_to(out_all + first + warp * VALUES + v, outputs, lane, o * gain[v]);
-  }
+    for (int to = 0; to < CLUSTER; to += LANES) send_to(out_all + first + own, outputs, to + lane % LANES, o_own * factor);
+  float square = owns ? o_own * o_own : 0.0f;
+#pragma unroll
+  for (int step = 16; step >= LANES; step /= 2) square += __shfl_xor_sync(~0u, square, step);
   if (lane < CLUSTER) send_to(squares + rank * WARPS + warp, outputs, lane, square);
 #pragma unroll
   for (int v = 0; v < VALUES; v++) { /* while they travel */
+    const float delta = k_scale * __shfl_sync(~0u, delta_own, v * LANES);
     if (v >= mine) continue;
 #pragma unroll
-    for (int i = 0; i < KEYS; i++) S[v][i] += k[i] * (k_scale * delta[v]);
+    for (int i = 0; i < KEYS; i++) S[v][i] += k[i] * delta;
     store_keys<KEYS>(state + (int64_t)(warp * VALUES + v) * D, D, lane, S[v]);
   }
   barrier_wait(outputs, 0); /* all that others send to this block has come, so it may end */
@@ -239,6 +218,14 @@ __global__ void __launch_bounds__(BLOCK) kda_kernel(const K3CudaKda a)
 #pragma unroll
   for (int i = 0; i < 32; i++) largest = k3::max_nan(largest, fabsf(out_all[group + i] * norm));
   put_code(a.out, channels, at + j, value, largest);
+}
+
+template <int KEYS, int VALUES>
+const void *kernel_of(K3Type type)
+{
+  return type == K3_TYPE_Q8_0   ? (const void *)kda_kernel<KEYS, VALUES, K3_TYPE_Q8_0>
+         : type == K3_TYPE_BF16 ? (const void *)kda_kernel<KEYS, VALUES, K3_TYPE_BF16>
+                                : (const void *)kda_kernel<KEYS, VALUES, K3_TYPE_F32>;
 }
 
 K3Status check(const K3CudaKda *a)
@@ -262,7 +249,7 @@ K3Status check(const K3CudaKda *a)
 K3Status k3_cuda_kda(const K3CudaLaunch *launch, const K3CudaKda *arguments)
 {
   K3_TRY(check(arguments));
-  const void *kernel = arguments->head_dim <= 128 ? (const void *)kda_kernel<4, 4> : (const void *)kda_kernel<8, 8>;
+  const void *kernel = arguments->head_dim <= 128 ? kernel_of<4, 4>(arguments->f_b.type) : kernel_of<8, 8>(arguments->f_b.type);
   void *parameters[] = {const_cast<K3CudaKda *>(arguments)};
   return k3_cuda_launch_kernel(launch, "kda_kernel", kernel, (unsigned)(arguments->heads * CLUSTER), BLOCK, CLUSTER, 0,
                                parameters);

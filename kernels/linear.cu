@@ -15,7 +15,6 @@ namespace {
 using namespace k3;
 
 enum { THREADS = 512, Q8_THREADS = 448, RMS_THREADS = 256, DEPTH = 6, STREAM_DEPTH = 4, TWO_BLOCKS_FROM = 10000000 /* bytes: measured */ };
-enum { ROW_LOADS = 7, ROW_GROUPS = 2 }; /* of a warp of linear_rows_kernel, at most */
 
 struct Item {
   K3CudaMatrix matrix;
@@ -32,7 +31,7 @@ struct Arguments {
   K3CudaInput input;
   SharedPlan shared;
   int count, exact;
-  int groups; /* linear_rows_kernel: groups of rows of a warp */
+  int row_chunks; /* linear_rows_kernel: steps of a row that a warp has */
   const uint32_t *codebook;
   uint64_t share, rest; /* the cost of all rows = share · blocks + rest */
   Item items[K3_LINEAR_ITEMS];
@@ -91,62 +90,62 @@ __global__ void __launch_bounds__(THREADS, 2) linear_stream_kernel(const __grid_
   finish(gemv, in, item, (float *)(memory + a.shared.segments), begin, end);
 }
 
-/* One matrix of q8_0 so small that the warps of one grid hold it at once, all loads before the wait: each has whole groups of rows,
- * as many rows in a group as a step takes, or half a group, whose sum two neighbours meet for (a quantised input: long rows). */
-template <int KIND, int MOST_THREADS>
+/* One matrix of q8_0 so small that the warps of one grid hold it at once, all loads before the wait: a warp has GROUPS times as many
+ * rows as a step takes, of up to CHUNKS steps each; or half of the steps of one, whose sum two neighbours meet for (a quantised
+ * input: long rows). */
+template <int KIND, int LANES_LOG, int GROUPS, int CHUNKS, int MOST_THREADS>
 __global__ void __launch_bounds__(MOST_THREADS, 2) linear_rows_kernel(const __grid_constant__ Arguments a)
 {
   extern __shared__ __align__(128) char memory[];
   __shared__ float scratch[33];
   constexpr bool HALVES = KIND == K3_INPUT_QUANTISED;
+  constexpr int LANES = 1 << LANES_LOG, STEP_ROWS = 32 / LANES;
   const Item &item = a.items[0];
-  const Tiling t = item.tiling;
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, piece = lane & (t.lanes - 1), step_rows = 32 >> t.lanes_log;
-  const int groups = HALVES ? 1 : a.groups, chunks = HALVES ? (t.chunks + 1) >> 1 : t.chunks, first = HALVES && (warp & 1) ? chunks : 0;
-  const int at_warp = (int)(blockIdx.x * (blockDim.x >> 5)) + warp;
-  const int row = ((HALVES ? at_warp >> 1 : at_warp * groups) << (5 - t.lanes_log)) + (lane >> t.lanes_log);
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, chunks = a.row_chunks, first = HALVES && (warp & 1) ? chunks : 0;
+  const int at_warp = (int)(blockIdx.x * (blockDim.x >> 5)) + warp, pieces = item.tiling.pieces;
+  const int row = (HALVES ? at_warp >> 1 : at_warp * GROUPS) * STEP_ROWS + lane / LANES, piece = first * LANES + lane % LANES;
   const Parts parts = parts_of(item.matrix);
-  Q8Raw raw[ROW_LOADS];
+  Q8Raw raw[GROUPS][CHUNKS];
 #pragma unroll
-  for (int i = 0, chunk = 0, at_row = row; i < ROW_LOADS; i++) {
-    const int at = piece + ((first + chunk) << t.lanes_log);
-    raw[i] = Q8Base::zero();
-    if (at_row < item.rows && at_row < row + groups * step_rows && at < t.pieces)
-      raw[i] = Q8Base::load(parts, (int64_t)at_row * t.pieces + at);
-    if (++chunk == chunks) chunk = 0, at_row += step_rows;
-  }
+  for (int g = 0; g < GROUPS; g++)
+#pragma unroll
+    for (int c = 0; c < CHUNKS; c++) {
+      raw[g][c] = Q8Base::zero();
+      if (c < chunks && row + g * STEP_ROWS < item.rows) /* two halves and whole steps: no piece is past the end */
+        raw[g][c] = Q8Base::load(parts, (row + g * STEP_ROWS) * pieces + piece + c * LANES);
+    }
   SharedInput in = shared_input(memory, a.shared);
-  if (KIND == K3_INPUT_RMS) warm_norm(a.input);
+  float norm[4];
+  if (KIND == K3_INPUT_RMS) fetch_norm(a.input, norm);
   k3_wait_early();
-  float before[ROW_GROUPS], sum[ROW_GROUPS] = {0};
+  float before[GROUPS], sum[GROUPS] = {0};
+  const bool puts = lane % LANES == 0 && first == 0;
 #pragma unroll
-  for (int g = 0; g < ROW_GROUPS; g++) {
-    const int at_row = row + g * step_rows;
-    before[g] = item.add && piece == 0 && first == 0 && g < groups && at_row < item.rows ? __ldcg(item.y + at_row) : 0.0f;
-  }
-  if (KIND == K3_INPUT_RMS) fill_rms(a.input, in, scratch);
+  for (int g = 0; g < GROUPS; g++)
+    before[g] = item.add && puts && row + g * STEP_ROWS < item.rows ? __ldcg(item.y + row + g * STEP_ROWS) : 0.0f;
+  if (KIND == K3_INPUT_RMS) fill_rms<4>(a.input, in, scratch, norm);
   else if (KIND == K3_INPUT_QUANTISED) fill_quantised(a.input, in);
   else fill_values(a.input, in);
   __syncthreads();
 #pragma unroll
-  for (int i = 0, chunk = 0, group = 0; i < ROW_LOADS; i++) {
-    const float part = Q8Int::dot(raw[i], Q8Int::load_x(in, min(piece + ((first + chunk) << t.lanes_log), t.pieces - 1)), in);
-    if (group == 0) sum[0] += part;
-    else sum[1] += part; /* nothing past the last group: its weights are zeros */
-    if (++chunk == chunks) chunk = 0, group++;
-  }
-  for (int o = t.lanes >> 1; o; o >>= 1)
+  for (int c = 0; c < CHUNKS; c++) {
+    if (c >= chunks) break;
+    const Q8Int::X x = Q8Int::load_x(in, piece + c * LANES);
 #pragma unroll
-    for (int g = 0; g < ROW_GROUPS; g++) sum[g] += __shfl_xor_sync(0xffffffffu, sum[g], o);
+    for (int g = 0; g < GROUPS; g++) sum[g] += Q8Int::dot(raw[g][c], x, in);
+  }
+#pragma unroll
+  for (int o = LANES / 2; o; o >>= 1)
+#pragma unroll
+    for (int g = 0; g < GROUPS; g++) sum[g] += __shfl_xor_sync(0xffffffffu, sum[g], o);
   if (HALVES) {
-    float *halves = (float *)(memory + a.shared.segments);
-    if ((warp & 1) && piece == 0) halves[(warp >> 1) * step_rows + (lane >> t.lanes_log)] = sum[0];
+    if (first && lane == 0) scratch[warp] = sum[0];
     __syncthreads();
-    if (!(warp & 1) && piece == 0) sum[0] += halves[(warp >> 1) * step_rows + (lane >> t.lanes_log)];
+    if (puts) sum[0] += scratch[warp + 1];
   }
 #pragma unroll
-  for (int g = 0; g < ROW_GROUPS; g++)
-    if (piece == 0 && first == 0 && g < groups && row + g * step_rows < item.rows) item.y[row + g * step_rows] = sum[g] + before[g];
+  for (int g = 0; g < GROUPS; g++)
+    if (puts && row + g * STEP_ROWS < item.rows) item.y[row + g * STEP_ROWS] = sum[g] + before[g];
 }
 
 /* All matrices q8_0, of any number and width. */
@@ -274,25 +273,35 @@ static K3Status multiply_blocks(const K3CudaLaunch *launch, const K3CudaLinear *
   return rest.count ? k3_cuda_linear(launch, &rest) : K3_OK;
 }
 
-/* Warps of linear_rows_kernel for the one matrix, and a block's most threads; 0 where they do not all run at once. */
-static int row_warps(const K3CudaLaunch *launch, Arguments *a, const void **function, int *threads)
+/* The forms of linear_rows_kernel: o_proj, routed_up and the products before the experts of a rank of eight of Kimi K3. */
+struct RowsForm {
+  K3CudaInputKind kind;
+  int lanes_log, groups, chunks, threads;
+  const void *function;
+};
+template <K3CudaInputKind KIND, int LANES_LOG, int GROUPS, int CHUNKS, int MOST_THREADS>
+static RowsForm rows_form()
 {
+  return RowsForm{KIND, LANES_LOG, GROUPS, CHUNKS, MOST_THREADS,
+                  (const void *)linear_rows_kernel<KIND, LANES_LOG, GROUPS, CHUNKS, MOST_THREADS>};
+}
+
+/* The form that holds the one matrix at once, its warps and a warp's steps of a row; 0: none. */
+static int find_rows(const K3CudaLaunch *launch, const Arguments *a, RowsForm *form, int *row_chunks)
+{
+  const RowsForm forms[] = {rows_form<K3_INPUT_VALUES, 5, 2, 3, THREADS>(), rows_form<K3_INPUT_RMS, 2, 1, 7, RMS_THREADS>(),
+                            rows_form<K3_INPUT_QUANTISED, 5, 1, 7, THREADS>()};
   const Item *item = &a->items[0];
-  const int rows = 32 >> item->tiling.lanes_log, groups = (item->rows + rows - 1) / rows;
-  int warps = 0;
-  *threads = a->input.kind == K3_INPUT_RMS ? RMS_THREADS : THREADS;
-  *function = a->input.kind == K3_INPUT_RMS         ? (const void *)linear_rows_kernel<K3_INPUT_RMS, RMS_THREADS>
-              : a->input.kind == K3_INPUT_QUANTISED ? (const void *)linear_rows_kernel<K3_INPUT_QUANTISED, THREADS>
-                                                    : (const void *)linear_rows_kernel<K3_INPUT_VALUES, THREADS>;
-  const int most = launch->sm_count * 2 * (*threads / 32);
-  if (a->input.kind == K3_INPUT_SITU) return 0;
-  if (a->input.kind == K3_INPUT_QUANTISED) {
-    warps = (item->tiling.chunks + 1) / 2 <= ROW_LOADS ? 2 * groups : 0;
-    return warps <= most ? warps : 0;
-  }
-  for (a->groups = 1; a->groups <= ROW_GROUPS && a->groups * item->tiling.chunks <= ROW_LOADS; a->groups++) {
-    warps = (groups + a->groups - 1) / a->groups;
-    if (warps <= most) return warps;
+  for (size_t i = 0; i < sizeof forms / sizeof *forms; i++) {
+    const Tiling t = item->tiling;
+    int halves = forms[i].kind == K3_INPUT_QUANTISED ? 2 : 1, rows = forms[i].groups * 32 >> forms[i].lanes_log;
+    int warps = (item->rows + rows - 1) / rows * halves;
+    if (forms[i].kind != a->input.kind || forms[i].lanes_log != t.lanes_log || t.chunks % halves || t.chunks > halves * forms[i].chunks ||
+        t.pieces != t.chunks << t.lanes_log || warps > launch->sm_count * 2 * (forms[i].threads / 32))
+      continue;
+    *form = forms[i];
+    *row_chunks = t.chunks / halves;
+    return warps;
   }
   return 0;
 }
@@ -350,19 +359,19 @@ K3Status k3_cuda_linear(const K3CudaLaunch *launch, const K3CudaLinear *linear)
   if (linear->threads) threads = linear->threads;
   if (linear->blocks_per_sm) blocks = linear->blocks_per_sm;
   unsigned grid = (unsigned)(launch->sm_count * blocks);
-  const void *rows_function;
-  int most, alone = linear->count == 1 && all_q8 && !linear->threads && !linear->blocks_per_sm;
-  if (int warps = alone ? row_warps(launch, &a, &rows_function, &most) : 0) {
-    int each = (warps + launch->sm_count - 1) / launch->sm_count;
-    each = each > most / 32 ? most / 32 : each < 4 ? 4 : each;
-    if (a.input.kind == K3_INPUT_QUANTISED) each += each & 1; /* halves of a row lie in one block */
-    function = rows_function, name = "linear_rows_kernel";
+  RowsForm form;
+  int warps = 0;
+  if (linear->count == 1 && all_q8 && !linear->threads && !linear->blocks_per_sm) warps = find_rows(launch, &a, &form, &a.row_chunks);
+  if (warps) {
+    int each = (warps + launch->sm_count - 1) / launch->sm_count, most = form.threads / 32;
+    each = each > most ? most : each < 4 ? 4 : each;
+    if (form.kind == K3_INPUT_QUANTISED) each += each & 1; /* both halves of a row lie in one block */
+    function = form.function, name = "linear_rows_kernel";
     threads = 32 * each;
     grid = (unsigned)((warps + each - 1) / each);
   }
   a.share = all_cost / grid;
   a.rest = all_cost % grid;
-  if (segments < THREADS / 2) segments = THREADS / 2; /* halves: of a block's rows */
   for (int i = 0; i < linear->count; i++) {
     uint64_t share = (a.share + 1) / a.items[i].cost + 2;
     int rows = share < (uint64_t)a.items[i].rows ? (int)share : a.items[i].rows;

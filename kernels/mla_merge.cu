@@ -199,12 +199,6 @@ __global__ void __launch_bounds__(BLOCK) mla_merge_kernel(const K3CudaMlaMerge a
   float w[2][2][8];
   K3_BY_TYPE(a.kv_b, load_rows, a, top, row_begin + warp, row_end, 0, w);
   k3_wait();
-  float gate[2]; /* of those rows: under way while the parts are merged */
-#pragma unroll
-  for (int r = 0; r < 2; r++) {
-    const int64_t at = row_begin + warp + WARPS * r;
-    gate[r] = at < row_end ? __ldcg(a.gate + head * a.v_dim + at) : 0.0f;
-  }
 
   /* 1. this block's columns over all parts, divided by Σ l, to the whole cluster */
   float M, L;
@@ -254,7 +248,7 @@ __global__ void __launch_bounds__(BLOCK) mla_merge_kernel(const K3CudaMlaMerge a
       const int64_t at = row + warp + WARPS * r;
       const float o = warp_sum(sum[r]);
       if (at >= row_end) continue;
-      const float value = o * sigmoid(row == row_begin ? gate[r] : __ldcg(a.gate + head * a.v_dim + at));
+      const float value = o * sigmoid(__ldcg(a.gate + head * a.v_dim + at));
       if (lane < CLUSTER && a.out.codes) send_to(out_all + at, outputs, lane, value);
       if (lane == 0) a.out.values[head * a.v_dim + at] = value;
     }

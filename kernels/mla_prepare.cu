@@ -152,6 +152,8 @@ __device__ __forceinline__ void fill_q_a(const K3CudaMlaPrepare &a, const float 
   }
 }
 
+/* TYPE: of kv_b. */
+template <K3Type TYPE>
 __global__ void __launch_bounds__(BLOCK, 2) mla_query_kernel(const __grid_constant__ K3CudaMlaPrepare a)
 {
   const int64_t head = blockIdx.x / CLUSTER;
@@ -173,7 +175,7 @@ __global__ void __launch_bounds__(BLOCK, 2) mla_query_kernel(const __grid_consta
   const int rank = blockIdx.x % CLUSTER, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int rows = (int)(a.nope + a.rope), mine = rows / CLUSTER, chunks = (int)a.q_b.cols / 512;
 
-  /* 1. All weights. */
+  /* 1. All weights. Nothing is used before the wait, which would wait for it. */
   k3::Q8Raw q_b[Q_ROWS][Q_CHUNKS];
   const k3::Parts parts = k3::parts_of(a.q_b);
 #pragma unroll
@@ -184,10 +186,12 @@ __global__ void __launch_bounds__(BLOCK, 2) mla_query_kernel(const __grid_consta
       q_b[r][c] = k3::Q8Base::zero();
       if (c < chunks) q_b[r][c] = k3::Q8Base::load(parts, (row * chunks + c) * 32 + lane);
     }
-  float w[BATCH][8], norm[Q_FOURS][4];
+  float norm[Q_FOURS][4];
   const int64_t first = (int64_t)rank * TILE, col = first + threadIdx.x % 8 * 8, end = col < a.latent ? a.nope : 0;
   const int row0 = threadIdx.x / 8;
-  K3_BY_TYPE(a.kv_b, load_rows, a.kv_b, head * (a.nope + a.v_dim), row0, end, col, w);
+  StoredWeights<TYPE, 8> stored[BATCH];
+#pragma unroll
+  for (int b = 0; b < BATCH; b++) stored[b].load(a.kv_b, head * (a.nope + a.v_dim) + row0 + b * ROWS, col, row0 + b * ROWS < end);
 #pragma unroll
   for (int r = 0; r < Q_FOURS; r++) k3::fetch4(a.q_a_norm, 4 * (threadIdx.x + r * BLOCK), (int)a.q_b.cols, norm[r]);
   k3::SharedInput in = {};
@@ -228,8 +232,10 @@ __global__ void __launch_bounds__(BLOCK, 2) mla_query_kernel(const __grid_consta
 #pragma unroll
   for (int b = 0; b < BATCH; b++) {
     const float x = row0 + b * ROWS < a.nope ? nope[row0 + b * ROWS] : 0.0f;
+    float w[8];
+    stored[b].decode(w);
 #pragma unroll
-    for (int i = 0; i < 8; i++) sum[i] += w[b][i] * x;
+    for (int i = 0; i < 8; i++) sum[i] += w[i] * x;
   }
   store_columns(a, sum, partial, out, first);
 }
@@ -265,8 +271,10 @@ K3Status k3_cuda_mla_prepare(const K3CudaLaunch *launch, const K3CudaMlaPrepare 
     if (!k3_cuda_mla_prepare_multiplies(launch, a))
       K3_FAIL(K3_ERR_INPUT, "mla_prepare: q is wanted, as q_b_proj of %lld columns and %lld heads of %lld + %lld are not served",
               (long long)a->q_b.cols, (long long)a->heads, (long long)a->nope, (long long)a->rope);
-    return k3_cuda_launch_kernel(launch, "mla_query_kernel", (const void *)mla_query_kernel, (unsigned)((a->heads + 1) * CLUSTER),
-                                 BLOCK, CLUSTER, 0, parameters);
+    const void *kernel = a->kv_b.type == K3_TYPE_F32    ? (const void *)mla_query_kernel<K3_TYPE_F32>
+                         : a->kv_b.type == K3_TYPE_BF16 ? (const void *)mla_query_kernel<K3_TYPE_BF16>
+                                                        : (const void *)mla_query_kernel<K3_TYPE_Q8_0>;
+    return k3_cuda_launch_kernel(launch, "mla_query_kernel", kernel, (unsigned)((a->heads + 1) * CLUSTER), BLOCK, CLUSTER, 0, parameters);
   }
   return k3_cuda_launch_kernel(launch, "mla_prepare_kernel", (const void *)mla_prepare_kernel,
                                (unsigned)(a->heads * tiles + 1), BLOCK, 1, 0, parameters);
