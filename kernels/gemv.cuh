@@ -365,22 +365,20 @@ static __device__ __forceinline__ void warm_norm(const K3CudaInput &input)
     asm volatile("prefetch.global.L2 [%0];" ::"l"(input.norm + input.offset + i));
 }
 
-/* The normalised part of a longer vector; w: the norm's weights at 4 · threadIdx.x. AHEAD loads of the vector at a time. */
-template <int AHEAD>
-static __device__ __forceinline__ void fill_rms(const K3CudaInput &input, const SharedInput &in, float *scratch, float w[4])
+/* The normalised part of a longer vector. */
+static __device__ __forceinline__ void fill_rms(const K3CudaInput &input, const SharedInput &in, float *scratch)
 {
   int n = (int)input.n, full = (int)input.full, padded = (n + 127) / 128 * 128, i = threadIdx.x * 4, round = blockDim.x * 4;
   const float *from = input.vector.values + input.offset, *norm = input.norm + input.offset;
-  float v[4], sum = 0;
+  float v[4], w[4], sum = 0;
   fetch4(from, i, n, v);
-  for (int j = threadIdx.x * 4; j < full; j += AHEAD * round) {
-    float a[AHEAD][4];
+  fetch4(norm, i, n, w);
+  for (int j = threadIdx.x * 4; j < full; j += 2 * round) {
+    float a[4], b[4];
+    fetch4(input.vector.values, j, full, a);
+    fetch4(input.vector.values, j + round, full, b);
 #pragma unroll
-    for (int r = 0; r < AHEAD; r++) fetch4(input.vector.values, j + r * round, full, a[r]);
-#pragma unroll
-    for (int r = 0; r < AHEAD; r++)
-#pragma unroll
-      for (int k = 0; k < 4; k++) sum = fmaf(a[r][k], a[r][k], sum);
+    for (int k = 0; k < 4; k++) sum = fmaf(a[k], a[k], fmaf(b[k], b[k], sum));
   }
   float scale = 1.0f / sqrtf(block_sum(sum, scratch) / (float)full + input.eps);
   while (i < padded) {
@@ -394,9 +392,35 @@ static __device__ __forceinline__ void fill_rms(const K3CudaInput &input, const 
   }
 }
 
-static __device__ __forceinline__ void fetch_norm(const K3CudaInput &input, float w[4])
+/* Can fill_rms_once do it: whole cells of four, the vector in AHEAD of them a thread and its normalised part in one. */
+static inline int fills_once(const K3CudaInput *input, int threads, int ahead)
 {
-  fetch4(input.norm + input.offset, threadIdx.x * 4, (int)input.n, w);
+  return input->n % 4 == 0 && input->full % 4 == 0 && input->offset % 4 == 0 && ((uintptr_t)input->vector.values & 15) == 0 &&
+         ((uintptr_t)input->norm & 15) == 0 && input->n <= 4 * threads && input->full <= 4 * threads * ahead;
+}
+
+static __device__ __forceinline__ float4 fetch_cell(const float *from, int cell, int n)
+{
+  return 4 * cell < n ? __ldcg((const float4 *)from + cell) : make_float4(0, 0, 0, 0);
+}
+
+/* The same in one trip to the L2 and little code; w: cell threadIdx.x of the norm's weights, fetched before. */
+template <int AHEAD>
+static __device__ __forceinline__ void fill_rms_once(const K3CudaInput &input, const SharedInput &in, float *scratch, float4 w)
+{
+  const int n = (int)input.n, full = (int)input.full;
+  const float4 x = fetch_cell(input.vector.values + input.offset, threadIdx.x, n);
+  float4 all[AHEAD];
+  float sum = 0;
+#pragma unroll
+  for (int r = 0; r < AHEAD; r++) all[r] = fetch_cell(input.vector.values, threadIdx.x + r * blockDim.x, full);
+#pragma unroll
+  for (int r = 0; r < AHEAD; r++)
+    sum = fmaf(all[r].x, all[r].x, fmaf(all[r].y, all[r].y, fmaf(all[r].z, all[r].z, fmaf(all[r].w, all[r].w, sum))));
+  const float scale = rsqrtf(block_sum(sum, scratch) / (float)full + input.eps);
+  if ((int)threadIdx.x * 4 >= (n + 127) / 128 * 128) return;
+  const float v[4] = {x.x * scale * w.x, x.y * scale * w.y, x.z * scale * w.z, x.w * scale * w.w};
+  put4(in, threadIdx.x * 4, v);
 }
 
 /* What is quantised already. */
@@ -473,11 +497,8 @@ static __device__ __forceinline__ void fill_situ(const K3CudaInput &input, const
 static __device__ inline void fill_input(const K3CudaInput &input, const SharedInput &in, float *scratch)
 {
   if (input.kind == K3_INPUT_QUANTISED) fill_quantised(input, in);
-  else if (input.kind == K3_INPUT_RMS) {
-    float w[4];
-    fetch_norm(input, w);
-    fill_rms<2>(input, in, scratch, w);
-  } else if (input.kind == K3_INPUT_SITU) {
+  else if (input.kind == K3_INPUT_RMS) fill_rms(input, in, scratch);
+  else if (input.kind == K3_INPUT_SITU) {
     float held[2][2];
     fetch_situ(input, threadIdx.x, held);
     fill_situ(input, in, held);

@@ -15,6 +15,7 @@ namespace {
 using namespace k3;
 
 enum { THREADS = 512, Q8_THREADS = 448, RMS_THREADS = 256, DEPTH = 6, STREAM_DEPTH = 4, TWO_BLOCKS_FROM = 10000000 /* bytes: measured */ };
+enum { ROW_AHEAD = 4 }; /* loads of a longer vector a thread in linear_rows_kernel */
 
 struct Item {
   K3CudaMatrix matrix;
@@ -31,7 +32,6 @@ struct Arguments {
   K3CudaInput input;
   SharedPlan shared;
   int count, exact;
-  int row_chunks; /* linear_rows_kernel: steps of a row that a warp has */
   const uint32_t *codebook;
   uint64_t share, rest; /* the cost of all rows = share · blocks + rest */
   Item items[K3_LINEAR_ITEMS];
@@ -91,8 +91,8 @@ __global__ void __launch_bounds__(THREADS, 2) linear_stream_kernel(const __grid_
 }
 
 /* One matrix of q8_0 so small that the warps of one grid hold it at once, all loads before the wait: a warp has GROUPS times as many
- * rows as a step takes, of up to CHUNKS steps each; or half of the steps of one, whose sum two neighbours meet for (a quantised
- * input: long rows). */
+ * rows as a step takes, of CHUNKS steps each; or half of the steps of one, whose sum two neighbours meet for (a quantised input:
+ * long rows). */
 template <int KIND, int LANES_LOG, int GROUPS, int CHUNKS, int MOST_THREADS>
 __global__ void __launch_bounds__(MOST_THREADS, 2) linear_rows_kernel(const __grid_constant__ Arguments a)
 {
@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(MOST_THREADS, 2) linear_rows_kernel(const __gr
   constexpr bool HALVES = KIND == K3_INPUT_QUANTISED;
   constexpr int LANES = 1 << LANES_LOG, STEP_ROWS = 32 / LANES;
   const Item &item = a.items[0];
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, chunks = a.row_chunks, first = HALVES && (warp & 1) ? chunks : 0;
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, first = HALVES && (warp & 1) ? CHUNKS : 0;
   const int at_warp = (int)(blockIdx.x * (blockDim.x >> 5)) + warp, pieces = item.tiling.pieces;
   const int row = (HALVES ? at_warp >> 1 : at_warp * GROUPS) * STEP_ROWS + lane / LANES, piece = first * LANES + lane % LANES;
   const Parts parts = parts_of(item.matrix);
@@ -111,25 +111,23 @@ __global__ void __launch_bounds__(MOST_THREADS, 2) linear_rows_kernel(const __gr
 #pragma unroll
     for (int c = 0; c < CHUNKS; c++) {
       raw[g][c] = Q8Base::zero();
-      if (c < chunks && row + g * STEP_ROWS < item.rows) /* two halves and whole steps: no piece is past the end */
+      if (row + g * STEP_ROWS < item.rows)
         raw[g][c] = Q8Base::load(parts, (row + g * STEP_ROWS) * pieces + piece + c * LANES);
     }
   SharedInput in = shared_input(memory, a.shared);
-  float norm[4];
-  if (KIND == K3_INPUT_RMS) fetch_norm(a.input, norm);
+  const float4 norm = KIND == K3_INPUT_RMS ? fetch_cell(a.input.norm + a.input.offset, threadIdx.x, (int)a.input.n) : float4{};
   k3_wait_early();
   float before[GROUPS], sum[GROUPS] = {0};
   const bool puts = lane % LANES == 0 && first == 0;
 #pragma unroll
   for (int g = 0; g < GROUPS; g++)
     before[g] = item.add && puts && row + g * STEP_ROWS < item.rows ? __ldcg(item.y + row + g * STEP_ROWS) : 0.0f;
-  if (KIND == K3_INPUT_RMS) fill_rms<4>(a.input, in, scratch, norm);
+  if (KIND == K3_INPUT_RMS) fill_rms_once<ROW_AHEAD>(a.input, in, scratch, norm);
   else if (KIND == K3_INPUT_QUANTISED) fill_quantised(a.input, in);
   else fill_values(a.input, in);
   __syncthreads();
 #pragma unroll
   for (int c = 0; c < CHUNKS; c++) {
-    if (c >= chunks) break;
     const Q8Int::X x = Q8Int::load_x(in, piece + c * LANES);
 #pragma unroll
     for (int g = 0; g < GROUPS; g++) sum[g] += Q8Int::dot(raw[g][c], x, in);
@@ -276,34 +274,39 @@ static K3Status multiply_blocks(const K3CudaLaunch *launch, const K3CudaLinear *
 /* The forms of linear_rows_kernel: o_proj, routed_up and the products before the experts of a rank of eight of Kimi K3. */
 struct RowsForm {
   K3CudaInputKind kind;
-  int lanes_log, groups, chunks, threads;
+  int lanes_log, groups, chunks;
+  int threads; /* of a block: at most; found: as launched */
   const void *function;
+  unsigned grid;
 };
 template <K3CudaInputKind KIND, int LANES_LOG, int GROUPS, int CHUNKS, int MOST_THREADS>
 static RowsForm rows_form()
 {
   return RowsForm{KIND, LANES_LOG, GROUPS, CHUNKS, MOST_THREADS,
-                  (const void *)linear_rows_kernel<KIND, LANES_LOG, GROUPS, CHUNKS, MOST_THREADS>};
+                  (const void *)linear_rows_kernel<KIND, LANES_LOG, GROUPS, CHUNKS, MOST_THREADS>, 0};
 }
 
-/* The form that holds the one matrix at once, its warps and a warp's steps of a row; 0: none. */
-static int find_rows(const K3CudaLaunch *launch, const Arguments *a, RowsForm *form, int *row_chunks)
+/* The form that holds the one matrix at once; function NULL: none. */
+static RowsForm find_rows(const K3CudaLaunch *launch, const Arguments *a)
 {
-  const RowsForm forms[] = {rows_form<K3_INPUT_VALUES, 5, 2, 3, THREADS>(), rows_form<K3_INPUT_RMS, 2, 1, 7, RMS_THREADS>(),
+  RowsForm forms[] = {rows_form<K3_INPUT_VALUES, 5, 2, 3, THREADS>(), rows_form<K3_INPUT_RMS, 2, 1, 7, RMS_THREADS>(),
                             rows_form<K3_INPUT_QUANTISED, 5, 1, 7, THREADS>()};
   const Item *item = &a->items[0];
+  const K3CudaInput *input = &a->input;
   for (size_t i = 0; i < sizeof forms / sizeof *forms; i++) {
-    const Tiling t = item->tiling;
-    int halves = forms[i].kind == K3_INPUT_QUANTISED ? 2 : 1, rows = forms[i].groups * 32 >> forms[i].lanes_log;
-    int warps = (item->rows + rows - 1) / rows * halves;
-    if (forms[i].kind != a->input.kind || forms[i].lanes_log != t.lanes_log || t.chunks % halves || t.chunks > halves * forms[i].chunks ||
-        t.pieces != t.chunks << t.lanes_log || warps > launch->sm_count * 2 * (forms[i].threads / 32))
+    RowsForm *f = &forms[i];
+    const int halves = f->kind == K3_INPUT_QUANTISED ? 2 : 1, rows = f->groups * 32 >> f->lanes_log, most = f->threads / 32;
+    if (f->kind != input->kind || f->lanes_log != item->tiling.lanes_log || item->tiling.pieces != (halves * f->chunks) << f->lanes_log)
       continue;
-    *form = forms[i];
-    *row_chunks = t.chunks / halves;
-    return warps;
+    const int warps = (item->rows + rows - 1) / rows * halves;
+    int each = (warps + launch->sm_count - 1) / launch->sm_count; /* warps a block */
+    each = each > most ? most : each < 4 ? 4 : each;
+    if (halves == 2) each += each & 1; /* both in one block */
+    f->threads = 32 * each, f->grid = (unsigned)((warps + each - 1) / each);
+    if (warps > launch->sm_count * 2 * most || (f->kind == K3_INPUT_RMS && !fills_once(input, f->threads, ROW_AHEAD))) continue;
+    return *f;
   }
-  return 0;
+  return RowsForm{};
 }
 
 K3Status k3_cuda_linear(const K3CudaLaunch *launch, const K3CudaLinear *linear)
@@ -359,16 +362,9 @@ K3Status k3_cuda_linear(const K3CudaLaunch *launch, const K3CudaLinear *linear)
   if (linear->threads) threads = linear->threads;
   if (linear->blocks_per_sm) blocks = linear->blocks_per_sm;
   unsigned grid = (unsigned)(launch->sm_count * blocks);
-  RowsForm form;
-  int warps = 0;
-  if (linear->count == 1 && all_q8 && !linear->threads && !linear->blocks_per_sm) warps = find_rows(launch, &a, &form, &a.row_chunks);
-  if (warps) {
-    int each = (warps + launch->sm_count - 1) / launch->sm_count, most = form.threads / 32;
-    each = each > most ? most : each < 4 ? 4 : each;
-    if (form.kind == K3_INPUT_QUANTISED) each += each & 1; /* both halves of a row lie in one block */
-    function = form.function, name = "linear_rows_kernel";
-    threads = 32 * each;
-    grid = (unsigned)((warps + each - 1) / each);
+  if (linear->count == 1 && all_q8 && !linear->threads && !linear->blocks_per_sm) {
+    const RowsForm form = find_rows(launch, &a);
+    if (form.function) function = form.function, name = "linear_rows_kernel", threads = form.threads, grid = form.grid;
   }
   a.share = all_cost / grid;
   a.rest = all_cost % grid;

@@ -37,14 +37,15 @@ __device__ __noinline__ void cache_row(const K3CudaMlaPrepare &a)
   __shared__ float sums[BLOCK / 32];
   for (int64_t c = 32 * threadIdx.x; c < a.latent; c += 32 * BLOCK) asm volatile("prefetch.global.L2 [%0];" ::"l"(a.kv_norm + c));
   k3_wait();
-  const int64_t position = __ldcg((const long long *)a.position);
+  const uint32_t position = (uint32_t)__ldcg((const long long *)a.position); /* the launcher checks; divisions of 64 bits are slow */
   float sum = 0.0f;
   for (int64_t c = threadIdx.x; c < a.latent; c += BLOCK) {
     const float value = __ldcg(a.kv + c);
     sum += value * value;
   }
-  const int64_t page = position / a.page_positions, row = page / a.world * a.page_positions + position % a.page_positions;
-  if (page % a.world != a.rank || row >= a.capacity) return;
+  const uint32_t positions = (uint32_t)a.page_positions, world = (uint32_t)a.world, page = position / positions;
+  const int64_t row = (int64_t)(page / world) * positions + position % positions;
+  if (page % world != (uint32_t)a.rank || row >= a.capacity) return;
   const int64_t width = a.latent + a.rope;
   sum = warp_sum(sum);
   if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
@@ -260,6 +261,9 @@ K3Status k3_cuda_mla_prepare(const K3CudaLaunch *launch, const K3CudaMlaPrepare 
   if (a->kv_b.cols != a->latent || a->kv_b.rows < a->heads * (a->nope + a->v_dim))
     K3_FAIL(K3_ERR_INPUT, "mla_prepare: kv_b_proj is [%lld, %lld], wanted [%lld, %lld]", (long long)a->kv_b.rows,
             (long long)a->kv_b.cols, (long long)(a->heads * (a->nope + a->v_dim)), (long long)a->latent);
+  if (a->page_positions > UINT32_MAX || (a->capacity + a->page_positions) * a->world > UINT32_MAX)
+    K3_FAIL(K3_ERR_INPUT, "mla_prepare: a cache of %lld rows on each of %lld ranks; positions are of 32 bits", (long long)a->capacity,
+            (long long)a->world);
   if (a->page_positions < 1 || a->world < 1 || a->rank < 0 || a->rank >= a->world)
     K3_FAIL(K3_ERR_INPUT, "mla_prepare: page of %lld positions, rank %lld of %lld", (long long)a->page_positions,
             (long long)a->rank, (long long)a->world);
