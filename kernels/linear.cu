@@ -6,6 +6,7 @@
  * Twin: k3_host_linear. */
 #include "kernels/linear.h"
 
+#include "kernels/attention.cuh"
 #include "kernels/iq1_mma.cuh"
 #include "kernels/q8_stream.cuh"
 #include "kernels/wait.cuh"
@@ -15,6 +16,7 @@ namespace {
 using namespace k3;
 
 enum { THREADS = 512, Q8_THREADS = 448, RMS_THREADS = 256, DEPTH = 6, STREAM_DEPTH = 4, TWO_BLOCKS_FROM = 10000000 /* bytes: measured */ };
+enum { COLUMN_THREADS = 448, COLUMN_PITCH = 17, COLUMN_ROWS = 128 /* of a block of linear_columns_kernel, at most */ };
 enum { ROW_AHEAD = 4 }; /* loads of a longer vector a thread in linear_rows_kernel */
 
 struct Item {
@@ -91,19 +93,16 @@ __global__ void __launch_bounds__(THREADS, 2) linear_stream_kernel(const __grid_
 }
 
 /* One matrix of q8_0 so small that the warps of one grid hold it at once, all loads before the wait: a warp has GROUPS times as many
- * rows as a step takes, of CHUNKS steps each; or half of the steps of one, whose sum two neighbours meet for (a quantised input:
- * long rows). */
+ * rows as a step takes, of CHUNKS steps each. */
 template <int KIND, int LANES_LOG, int GROUPS, int CHUNKS, int MOST_THREADS>
 __global__ void __launch_bounds__(MOST_THREADS, 2) linear_rows_kernel(const __grid_constant__ Arguments a)
 {
   extern __shared__ __align__(128) char memory[];
   __shared__ float scratch[33];
-  constexpr bool HALVES = KIND == K3_INPUT_QUANTISED;
   constexpr int LANES = 1 << LANES_LOG, STEP_ROWS = 32 / LANES;
   const Item &item = a.items[0];
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, first = HALVES && (warp & 1) ? CHUNKS : 0;
-  const int at_warp = (int)(blockIdx.x * (blockDim.x >> 5)) + warp, pieces = item.tiling.pieces;
-  const int row = (HALVES ? at_warp >> 1 : at_warp * GROUPS) * STEP_ROWS + lane / LANES, piece = first * LANES + lane % LANES;
+  const int lane = threadIdx.x & 31, piece = lane % LANES;
+  const int row = (int)((blockIdx.x * blockDim.x + threadIdx.x) >> 5) * GROUPS * STEP_ROWS + lane / LANES;
   const Parts parts = parts_of(item.matrix);
   Q8Raw raw[GROUPS][CHUNKS];
 #pragma unroll
@@ -112,18 +111,16 @@ __global__ void __launch_bounds__(MOST_THREADS, 2) linear_rows_kernel(const __gr
     for (int c = 0; c < CHUNKS; c++) {
       raw[g][c] = Q8Base::zero();
       if (row + g * STEP_ROWS < item.rows)
-        raw[g][c] = Q8Base::load(parts, (row + g * STEP_ROWS) * pieces + piece + c * LANES);
+        raw[g][c] = Q8Base::load(parts, (row + g * STEP_ROWS) * CHUNKS * LANES + piece + c * LANES);
     }
   SharedInput in = shared_input(memory, a.shared);
   const float4 norm = KIND == K3_INPUT_RMS ? fetch_cell(a.input.norm + a.input.offset, threadIdx.x, (int)a.input.n) : float4{};
   k3_wait_early();
   float before[GROUPS], sum[GROUPS] = {0};
-  const bool puts = lane % LANES == 0 && first == 0;
 #pragma unroll
   for (int g = 0; g < GROUPS; g++)
-    before[g] = item.add && puts && row + g * STEP_ROWS < item.rows ? __ldcg(item.y + row + g * STEP_ROWS) : 0.0f;
+    before[g] = item.add && piece == 0 && row + g * STEP_ROWS < item.rows ? __ldcg(item.y + row + g * STEP_ROWS) : 0.0f;
   if (KIND == K3_INPUT_RMS) fill_rms_once<ROW_AHEAD>(a.input, in, scratch, norm);
-  else if (KIND == K3_INPUT_QUANTISED) fill_quantised(a.input, in);
   else fill_values(a.input, in);
   __syncthreads();
 #pragma unroll
@@ -136,14 +133,55 @@ __global__ void __launch_bounds__(MOST_THREADS, 2) linear_rows_kernel(const __gr
   for (int o = LANES / 2; o; o >>= 1)
 #pragma unroll
     for (int g = 0; g < GROUPS; g++) sum[g] += __shfl_xor_sync(0xffffffffu, sum[g], o);
-  if (HALVES) {
-    if (first && lane == 0) scratch[warp] = sum[0];
-    __syncthreads();
-    if (puts) sum[0] += scratch[warp + 1];
-  }
 #pragma unroll
   for (int g = 0; g < GROUPS; g++)
-    if (puts && row + g * STEP_ROWS < item.rows) item.y[row + g * STEP_ROWS] = sum[g] + before[g];
+    if (piece == 0 && row + g * STEP_ROWS < item.rows) item.y[row + g * STEP_ROWS] = sum[g] + before[g];
+}
+
+/* One matrix of q8_0 whose rows are whole warps, a quantised input: a warp has 512 columns of every row of its block, so that its part
+ * of the input stays in registers. Rows go to the blocks in turn: all blocks read neighbouring rows at a time. ONCE: a block has DEPTH
+ * rows at most. */
+template <int DEPTH, bool ONCE>
+__global__ void __launch_bounds__(COLUMN_THREADS, 2) linear_columns_kernel(const __grid_constant__ Arguments a)
+{
+  extern __shared__ __align__(128) char memory[];
+  float *parts = (float *)memory; /* [rows of the block][COLUMN_PITCH], a warp each */
+  const Item &item = a.items[0];
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5, cell = threadIdx.x;
+  const int rows = (int)((unsigned)(item.rows + gridDim.x - 1 - blockIdx.x) / gridDim.x), cols = (int)a.input.n, step = gridDim.x * cols;
+  const uint8_t *codes = (const uint8_t *)item.matrix.codes + (int64_t)blockIdx.x * cols + 16 * cell;
+  const uint8_t *scale = (const uint8_t *)item.matrix.scale + ((int64_t)blockIdx.x * cols + 16 * cell) / 32 * 2;
+  Q8Raw ring[DEPTH];
+#pragma unroll
+  for (int i = 0; i < DEPTH; i++, codes += step, scale += step / 16) {
+    ring[i].w = make_uint4(0, 0, 0, 0);
+    load_if(ring[i], codes, scale, i < rows);
+  }
+  k3_wait_early();
+  const Q8Int::X x{__ldcg((const int4 *)a.input.vector.codes + cell), __ldcg((const int4 *)(a.input.vector.codes + cols) + cell),
+                   __ldcg(a.input.vector.scales + cell / 2)};
+  const int own = threadIdx.x; /* a row, at the end */
+  float before = item.add && own < rows ? __ldcg(item.y + blockIdx.x + own * gridDim.x) : 0.0f;
+  const SharedInput none = {};
+  for (int row = 0; row < rows; row += DEPTH) {
+    float sum[DEPTH];
+#pragma unroll
+    for (int i = 0; i < DEPTH; i++, codes += step, scale += step / 16) {
+      sum[i] = Q8Int::dot(ring[i], x, none);
+      if (!ONCE) load_if(ring[i], codes, scale, row + i + DEPTH < rows);
+    }
+    const int at = row + lane * DEPTH / 32;
+    const float one = warp_sum_of_one<DEPTH>(sum);
+    if (lane % (32 / DEPTH) == 0 && at < rows) parts[at * COLUMN_PITCH + warp] = one;
+    if (ONCE) break;
+  }
+  __syncthreads();
+  for (int row = own; row < rows; row += blockDim.x) {
+    if (item.add && row != own) before = __ldcg(item.y + blockIdx.x + row * gridDim.x);
+    float sum = before;
+    for (int w = 0; w < warps; w++) sum += parts[row * COLUMN_PITCH + w];
+    item.y[blockIdx.x + row * gridDim.x] = sum;
+  }
 }
 
 /* All matrices q8_0, of any number and width. */
@@ -271,42 +309,46 @@ static K3Status multiply_blocks(const K3CudaLaunch *launch, const K3CudaLinear *
   return rest.count ? k3_cuda_linear(launch, &rest) : K3_OK;
 }
 
-/* The forms of linear_rows_kernel: o_proj, routed_up and the products before the experts of a rank of eight of Kimi K3. */
-struct RowsForm {
-  K3CudaInputKind kind;
-  int lanes_log, groups, chunks;
-  int threads; /* of a block: at most; found: as launched */
-  const void *function;
+/* How one matrix of q8_0 is launched. */
+struct Form {
+  const void *function; /* NULL: by the kernels for all */
+  const char *name;
   unsigned grid;
+  int threads, shared_bytes; /* 0: of the plan for all */
 };
+
+/* A form of linear_rows_kernel, where it holds the matrix at once. */
 template <K3CudaInputKind KIND, int LANES_LOG, int GROUPS, int CHUNKS, int MOST_THREADS>
-static RowsForm rows_form()
+static Form rows_form(const K3CudaLaunch *launch, const Arguments *a)
 {
-  return RowsForm{KIND, LANES_LOG, GROUPS, CHUNKS, MOST_THREADS,
-                  (const void *)linear_rows_kernel<KIND, LANES_LOG, GROUPS, CHUNKS, MOST_THREADS>, 0};
+  const Tiling t = a->items[0].tiling;
+  const int rows = GROUPS * 32 >> LANES_LOG, warps = (a->items[0].rows + rows - 1) / rows, most = MOST_THREADS / 32;
+  if (a->input.kind != KIND || t.lanes_log != LANES_LOG || t.pieces != CHUNKS << LANES_LOG || warps > launch->sm_count * 2 * most)
+    return Form{};
+  int each = (warps + launch->sm_count - 1) / launch->sm_count; /* warps a block */
+  each = each > most ? most : each < 4 ? 4 : each;
+  if (KIND == K3_INPUT_RMS && !fills_once(&a->input, 32 * each, ROW_AHEAD)) return Form{};
+  return Form{(const void *)linear_rows_kernel<KIND, LANES_LOG, GROUPS, CHUNKS, MOST_THREADS>, "linear_rows_kernel",
+              (unsigned)((warps + each - 1) / each), 32 * each, 0};
 }
 
-/* The form that holds the one matrix at once; function NULL: none. */
-static RowsForm find_rows(const K3CudaLaunch *launch, const Arguments *a)
+/* linear_columns_kernel over `grid` blocks, where their shares are neither too few rows nor too many. */
+static Form columns_form(const Arguments *a, unsigned grid)
 {
-  RowsForm forms[] = {rows_form<K3_INPUT_VALUES, 5, 2, 3, THREADS>(), rows_form<K3_INPUT_RMS, 2, 1, 7, RMS_THREADS>(),
-                            rows_form<K3_INPUT_QUANTISED, 5, 1, 7, THREADS>()};
-  const Item *item = &a->items[0];
-  const K3CudaInput *input = &a->input;
-  for (size_t i = 0; i < sizeof forms / sizeof *forms; i++) {
-    RowsForm *f = &forms[i];
-    const int halves = f->kind == K3_INPUT_QUANTISED ? 2 : 1, rows = f->groups * 32 >> f->lanes_log, most = f->threads / 32;
-    if (f->kind != input->kind || f->lanes_log != item->tiling.lanes_log || item->tiling.pieces != (halves * f->chunks) << f->lanes_log)
-      continue;
-    const int warps = (item->rows + rows - 1) / rows * halves;
-    int each = (warps + launch->sm_count - 1) / launch->sm_count; /* warps a block */
-    each = each > most ? most : each < 4 ? 4 : each;
-    if (halves == 2) each += each & 1; /* both in one block */
-    f->threads = 32 * each, f->grid = (unsigned)((warps + each - 1) / each);
-    if (warps > launch->sm_count * 2 * most || (f->kind == K3_INPUT_RMS && !fills_once(input, f->threads, ROW_AHEAD))) continue;
-    return *f;
-  }
-  return RowsForm{};
+  const int64_t n = a->input.n, rows = (a->items[0].rows + grid - 1) / grid;
+  if (a->input.kind != K3_INPUT_QUANTISED || n % 512 || n > 16 * COLUMN_THREADS || n < 8 * COLUMN_THREADS || rows < 2 || rows > COLUMN_ROWS)
+    return Form{};
+  return Form{rows <= 8 ? (const void *)linear_columns_kernel<8, true> : (const void *)linear_columns_kernel<4, false>, "linear_columns_kernel", grid,
+              (int)n / 16, (int)rows * COLUMN_PITCH * 4};
+}
+
+/* The forms of o_proj, of routed_up and of the products behind a norm of a rank of eight of Kimi K3. */
+static Form find_form(const K3CudaLaunch *launch, const Arguments *a, unsigned grid)
+{
+  Form form = columns_form(a, grid);
+  if (!form.function) form = rows_form<K3_INPUT_VALUES, 5, 2, 3, THREADS>(launch, a);
+  if (!form.function) form = rows_form<K3_INPUT_RMS, 2, 1, 7, RMS_THREADS>(launch, a);
+  return form;
 }
 
 K3Status k3_cuda_linear(const K3CudaLaunch *launch, const K3CudaLinear *linear)
@@ -362,10 +404,8 @@ K3Status k3_cuda_linear(const K3CudaLaunch *launch, const K3CudaLinear *linear)
   if (linear->threads) threads = linear->threads;
   if (linear->blocks_per_sm) blocks = linear->blocks_per_sm;
   unsigned grid = (unsigned)(launch->sm_count * blocks);
-  if (linear->count == 1 && all_q8 && !linear->threads && !linear->blocks_per_sm) {
-    const RowsForm form = find_rows(launch, &a);
-    if (form.function) function = form.function, name = "linear_rows_kernel", threads = form.threads, grid = form.grid;
-  }
+  const Form form = linear->count == 1 && all_q8 && !linear->threads && !linear->blocks_per_sm ? find_form(launch, &a, grid) : Form{};
+  if (form.function) function = form.function, name = form.name, grid = form.grid, threads = form.threads;
   a.share = all_cost / grid;
   a.rest = all_cost % grid;
   for (int i = 0; i < linear->count; i++) {
@@ -379,6 +419,7 @@ K3Status k3_cuda_linear(const K3CudaLaunch *launch, const K3CudaLinear *linear)
   /* rows that are no whole number of cells: only plain floats may have them, as their blocks would not fit otherwise */
   a.shared = scalar ? plan_shared(0, linear->input.n, 0, 1, 0, 1)
                     : plan_shared(0, linear->input.n, codes, floats, a.codebook != NULL, segments);
+  if (form.shared_bytes) a.shared.bytes = form.shared_bytes;
   void *arguments[] = {&a};
   return k3_cuda_launch_kernel(launch, name, function, grid, (unsigned)threads, 1, (size_t)a.shared.bytes, arguments);
 }

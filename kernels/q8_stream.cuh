@@ -10,6 +10,17 @@
 
 namespace k3 {
 
+/* Unless `there` the scale is 0, so that the step adds nothing. */
+static __device__ __forceinline__ void load_if(Q8Raw &raw, const uint8_t *codes, const uint8_t *scale, bool there)
+{
+  asm volatile("{ .reg .pred there; setp.ne.s32 there, %5, 0;\n"
+               "mov.u32 %4, 0;\n"
+               "@there ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%6];\n"
+               "@there ld.global.nc.u16 %4, [%7]; }"
+               : "+r"(raw.w.x), "+r"(raw.w.y), "+r"(raw.w.z), "+r"(raw.w.w), "=&r"(raw.d)
+               : "r"((int)there), "l"(codes), "l"(scale));
+}
+
 template <int DEPTH>
 struct Q8Stream {
   const int chunks; /* steps of a row */
@@ -31,16 +42,7 @@ struct Q8Stream {
     scale = (const uint8_t *)m.scale + (piece >> 1) * 2;
   }
 
-  /* Past the end: d = 0, so that the step adds nothing. */
-  __device__ __forceinline__ void load(Q8Raw &raw, int at, bool there) const
-  {
-    asm volatile("{ .reg .pred there; setp.ne.s32 there, %5, 0;\n"
-                 "mov.u32 %4, 0;\n"
-                 "@there ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%6];\n"
-                 "@there ld.global.nc.u16 %4, [%7]; }"
-                 : "+r"(raw.w.x), "+r"(raw.w.y), "+r"(raw.w.z), "+r"(raw.w.w), "=&r"(raw.d)
-                 : "r"((int)there), "l"(codes + at * 512), "l"(scale + at * 32));
-  }
+  __device__ __forceinline__ void load(Q8Raw &raw, int at, bool there) const { load_if(raw, codes + at * 512, scale + at * 32, there); }
 
   __device__ __forceinline__ void preload()
   {
