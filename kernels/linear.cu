@@ -35,7 +35,7 @@ struct Arguments {
   SharedPlan shared;
   int count, exact;
   const uint32_t *codebook;
-  uint64_t share, rest; /* the cost of all rows = share · blocks + rest */
+  uint64_t share, rest; /* the cost of all rows = share · blocks + rest; linear_columns_kernel: the number of rows */
   Item items[K3_LINEAR_ITEMS];
 };
 
@@ -148,7 +148,7 @@ __global__ void __launch_bounds__(COLUMN_THREADS, 2) linear_columns_kernel(const
   float *parts = (float *)memory; /* [rows of the block][COLUMN_PITCH], a warp each */
   const Item &item = a.items[0];
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5, cell = threadIdx.x;
-  const int rows = (int)((unsigned)(item.rows + gridDim.x - 1 - blockIdx.x) / gridDim.x), cols = (int)a.input.n, step = gridDim.x * cols;
+  const int rows = (int)a.share + (blockIdx.x < a.rest), cols = (int)a.input.n, step = gridDim.x * cols;
   const uint8_t *codes = (const uint8_t *)item.matrix.codes + (int64_t)blockIdx.x * cols + 16 * cell;
   const uint8_t *scale = (const uint8_t *)item.matrix.scale + ((int64_t)blockIdx.x * cols + 16 * cell) / 32 * 2;
   Q8Raw ring[DEPTH];
@@ -419,7 +419,10 @@ K3Status k3_cuda_linear(const K3CudaLaunch *launch, const K3CudaLinear *linear)
   /* rows that are no whole number of cells: only plain floats may have them, as their blocks would not fit otherwise */
   a.shared = scalar ? plan_shared(0, linear->input.n, 0, 1, 0, 1)
                     : plan_shared(0, linear->input.n, codes, floats, a.codebook != NULL, segments);
-  if (form.shared_bytes) a.shared.bytes = form.shared_bytes;
+  if (form.shared_bytes) { /* linear_columns_kernel */
+    a.shared.bytes = form.shared_bytes;
+    a.share = (uint64_t)a.items[0].rows / grid, a.rest = (uint64_t)a.items[0].rows % grid;
+  }
   void *arguments[] = {&a};
   return k3_cuda_launch_kernel(launch, name, function, grid, (unsigned)threads, 1, (size_t)a.shared.bytes, arguments);
 }
