@@ -139,9 +139,8 @@ __global__ void __launch_bounds__(MOST_THREADS, 2) linear_rows_kernel(const __gr
 }
 
 /* One matrix of q8_0 whose rows are whole warps, a quantised input: a warp has 512 columns of every row of its block, so that its part
- * of the input stays in registers. Rows go to the blocks in turn: all blocks read neighbouring rows at a time. ONCE: a block has DEPTH
- * rows at most. */
-template <int DEPTH, bool ONCE>
+ * of the input stays in registers. Rows go to the blocks in turn: all blocks read neighbouring rows at a time. */
+template <int DEPTH>
 __global__ void __launch_bounds__(COLUMN_THREADS, 2) linear_columns_kernel(const __grid_constant__ Arguments a)
 {
   extern __shared__ __align__(128) char memory[];
@@ -168,12 +167,11 @@ __global__ void __launch_bounds__(COLUMN_THREADS, 2) linear_columns_kernel(const
 #pragma unroll
     for (int i = 0; i < DEPTH; i++, codes += step, scale += step / 16) {
       sum[i] = Q8Int::dot(ring[i], x, none);
-      if (!ONCE) load_if(ring[i], codes, scale, row + i + DEPTH < rows);
+      load_if(ring[i], codes, scale, row + i + DEPTH < rows);
     }
     const int at = row + lane * DEPTH / 32;
     const float one = warp_sum_of_one<DEPTH>(sum);
     if (lane % (32 / DEPTH) == 0 && at < rows) parts[at * COLUMN_PITCH + warp] = one;
-    if (ONCE) break;
   }
   __syncthreads();
   for (int row = own; row < rows; row += blockDim.x) {
@@ -338,7 +336,8 @@ static Form columns_form(const Arguments *a, unsigned grid)
   const int64_t n = a->input.n, rows = (a->items[0].rows + grid - 1) / grid;
   if (a->input.kind != K3_INPUT_QUANTISED || n % 512 || n > 16 * COLUMN_THREADS || n < 8 * COLUMN_THREADS || rows < 2 || rows > COLUMN_ROWS)
     return Form{};
-  return Form{rows <= 8 ? (const void *)linear_columns_kernel<8, true> : (const void *)linear_columns_kernel<4, false>, "linear_columns_kernel", grid,
+  if (rows <= 8) grid = (unsigned)((a->items[0].rows + rows - 1) / rows); /* a whole share a block, all under way before the wait */
+  return Form{rows <= 8 ? (const void *)linear_columns_kernel<8> : (const void *)linear_columns_kernel<4>, "linear_columns_kernel", grid,
               (int)n / 16, (int)rows * COLUMN_PITCH * 4};
 }
 

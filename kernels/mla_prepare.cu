@@ -131,6 +131,7 @@ __global__ void __launch_bounds__(BLOCK, 2) mla_prepare_kernel(const __grid_cons
 
 /* Of mla_query_kernel: blocks of a head; rows of q_b a warp; steps of 512 columns of them; values of q_a a thread, in fours. */
 constexpr int CLUSTER = 8, WARPS = BLOCK / 32, Q_ROWS = 3, Q_CHUNKS = 3, Q_FOURS = 2;
+constexpr size_t ALONE_BYTES = 30 << 10; /* shared memory not used: with it a multiprocessor takes one block, not two of 47 KB of weights each */
 constexpr int MAX_NOPE = BATCH * ROWS, MAX_Q_COLS = 512 * Q_CHUNKS;
 
 /* rms(q_a) as 16-bit codes, to `in`; w: the weights of the norm. */
@@ -278,7 +279,8 @@ K3Status k3_cuda_mla_prepare(const K3CudaLaunch *launch, const K3CudaMlaPrepare 
     const void *kernel = a->kv_b.type == K3_TYPE_F32    ? (const void *)mla_query_kernel<K3_TYPE_F32>
                          : a->kv_b.type == K3_TYPE_BF16 ? (const void *)mla_query_kernel<K3_TYPE_BF16>
                                                         : (const void *)mla_query_kernel<K3_TYPE_Q8_0>;
-    return k3_cuda_launch_kernel(launch, "mla_query_kernel", kernel, (unsigned)((a->heads + 1) * CLUSTER), BLOCK, CLUSTER, 0, parameters);
+    return k3_cuda_launch_kernel(launch, "mla_query_kernel", kernel, (unsigned)((a->heads + 1) * CLUSTER), BLOCK, CLUSTER, ALONE_BYTES,
+                                 parameters);
   }
   return k3_cuda_launch_kernel(launch, "mla_prepare_kernel", (const void *)mla_prepare_kernel,
                                (unsigned)(a->heads * tiles + 1), BLOCK, 1, 0, parameters);
