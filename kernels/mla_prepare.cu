@@ -279,7 +279,8 @@ K3Status k3_cuda_mla_prepare(const K3CudaLaunch *launch, const K3CudaMlaPrepare 
     const void *kernel = a->kv_b.type == K3_TYPE_F32    ? (const void *)mla_query_kernel<K3_TYPE_F32>
                          : a->kv_b.type == K3_TYPE_BF16 ? (const void *)mla_query_kernel<K3_TYPE_BF16>
                                                         : (const void *)mla_query_kernel<K3_TYPE_Q8_0>;
-    return k3_cuda_launch_kernel(launch, "mla_query_kernel", kernel, (unsigned)((a->heads + 1) * CLUSTER), BLOCK, CLUSTER, ALONE_BYTES,
+    const unsigned grid = (unsigned)((a->heads + 1) * CLUSTER);
+    return k3_cuda_launch_kernel(launch, "mla_query_kernel", kernel, grid, BLOCK, CLUSTER, grid <= (unsigned)launch->sm_count ? ALONE_BYTES : 0,
                                  parameters);
   }
   return k3_cuda_launch_kernel(launch, "mla_prepare_kernel", (const void *)mla_prepare_kernel,
