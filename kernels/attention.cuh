@@ -1,4 +1,4 @@
-/* What the attention kernels and the norms share: weights of any float or q8_0 type, sums over a warp, 16-bit codes.
+/* What the attention kernels, the norms and the products share: weights of any float or q8_0 type, sums over a warp, 16-bit codes.
  * Layer: backend (CUDA), device code. */
 #ifndef K3_KERNELS_ATTENTION_CUH
 #define K3_KERNELS_ATTENTION_CUH

@@ -1,6 +1,8 @@
 /* Fused matrix-vector products. See linear.h. Layer: backend (CUDA).
  *
- * linear_q8_kernel …: grid = SMs x blocks_per_sm, 384 to 512 threads, as many as registers allow two blocks an SM; a block takes rows worth its share of all bytes.
+ * linear_q8_kernel …: grid = SMs x blocks_per_sm, 384 to 512 threads, as many as registers allow two blocks an SM; a block takes
+ * rows worth its share of all bytes. One matrix of q8_0: linear_columns_kernel (input quantised, K3's norms before it),
+ * linear_rows_kernel (o_proj, routed_up), else linear_stream_kernel.
  * Reads: every weight once, the input once a block (L2). Bound: memory, then the start and end of a launch.
  * linear_scalar_kernel: rows whose bytes are no multiple of 16 (plain floats of odd width); a warp a row, untuned.
  * Twin: k3_host_linear. */
