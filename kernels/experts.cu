@@ -399,6 +399,7 @@ __global__ void __launch_bounds__(THREADS, 1) experts_kernel(const __grid_consta
     y.store(x, [](int) { return 1.0f; });
     hidden.store(shared_in, a.shared_beta, a.shared_linear_beta);
     if (meets && threadIdx.x == THREADS - 1) turn = end_turn(a.meeting, before);
+    for (int i = 0; i < ROUTE_MEETINGS; i++) group_sync(2, FILLERS); /* racecheck counts the barriers of each thread */
   }
   __syncthreads();
   const int count = routed.local_count, most = a.routing.chosen * band;

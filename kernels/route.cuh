@@ -11,8 +11,8 @@
 
 namespace k3 {
 
-/* The first threads of a block route; keys a thread. */
-enum { ROUTE_THREADS = 256, ROUTE_WARPS = ROUTE_THREADS / 32, ROUTE_KEYS = K3_ROUTER_EXPERTS / ROUTE_THREADS };
+/* The first threads of a block route; keys a thread; how often route_ids lets them meet. */
+enum { ROUTE_MEETINGS = 2, ROUTE_THREADS = 256, ROUTE_WARPS = ROUTE_THREADS / 32, ROUTE_KEYS = K3_ROUTER_EXPERTS / ROUTE_THREADS };
 
 struct RouteShared {
   uint64_t candidate[K3_ROUTER_EXPERTS];
