@@ -9,7 +9,9 @@
  *   K3_POOL=separate     pool.cu
  *   K3_TEST_STOP_AT=POSITION  the last rank stops itself before that step is replayed
  *   K3_TEST_COMM_SPIN_NS=N    comm_device.cu: nanoseconds between a rank's reading and the end of the round
- *   K3_TEST_OVERSIZED_LAUNCH=PHASE  plants a launch that must fail */
+ *   K3_TEST_OVERSIZED_LAUNCH=PHASE  plants a launch that must fail
+ *   K3_TEST_SLICES=N          step_attention.cu: so many slices, empty ones included
+ *   K3_TEST_TUNE_WRONG        tune.cu: the choice is checked against a wrong reference */
 #include <limits.h>
 #include <stdio.h>
 #include <stdlib.h>

@@ -1,7 +1,7 @@
 /* Pieces of weights: how each format is loaded, decoded and multiplied. Layer: backend (CUDA), device code.
  *
  * A piece is what one lane loads at once (16 bytes of codes). Formats named …Int multiply by the activation's 16-bit codes, a
- * dp4a for each of their two bytes (iq1_s, and the experts' mxfp4: iq1_mma.cuh); those named …Exact by its float32 values, with the weights decoded to float.
+ * dp4a for each of their two bytes (iq1_s, and the experts' mxfp4: mma_rows.cuh); those named …Exact by its float32 values, with the weights decoded to float.
  * Twin: k3_host_dequantise; source: model.md "Block formats". */
 #ifndef K3_KERNELS_DOT_CUH
 #define K3_KERNELS_DOT_CUH
@@ -275,7 +275,7 @@ struct Iq1Base {
     return (int)((qs >> (8 * l) & 255u) << 3 | (byte >> 5 & 4u) | (byte >> 2 & 2u) | (byte >> 1 & 1u));
   }
 };
-struct Iq1Int : Iq1Base { /* multiplied by iq1_mma.cuh */
+struct Iq1Int : Iq1Base { /* multiplied by mma_rows.cuh */
   enum { CODES = 1, FLOATS = 0, BOOK = 1, SUMS = 1 };
 };
 struct Iq1Exact : Iq1Base {

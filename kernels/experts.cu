@@ -7,7 +7,7 @@
  * Twins: k3_host_route, k3_host_experts_gate_up, k3_host_experts_down. */
 #include "kernels/experts.h"
 
-#include "kernels/iq1_mma.cuh"
+#include "kernels/mma_rows.cuh"
 #include "kernels/route.cuh"
 #include "kernels/wait.cuh"
 
@@ -17,11 +17,7 @@ using namespace k3;
 
 enum { THREADS = 2 * ROUTE_THREADS, WARPS = THREADS / 32, MOST_SHARED = 216 << 10 /* of 227 KB; the kernel has 11 of its own */ };
 
-/* n / d for n · d < 2^32 with magic = 2^32 / d + 1; 0 stands for d = 1. */
-__device__ __forceinline__ int divide(int n, uint32_t magic) { return magic ? (int)__umulhi((uint32_t)n, magic) : n; }
-inline uint32_t magic_of(int64_t d) { return d == 1 ? 0 : (uint32_t)((1ull << 32) / (uint64_t)d + 1); }
-
-/* The part of `rows` of block `block`, in whole groups of ROWS; magic: of the number of blocks (rows · blocks² fits 32 bits). */
+/* The part of `rows` of block `block`, in whole groups of ROWS; magic: of the number of blocks. */
 template <int ROWS>
 __device__ __forceinline__ void share_rows(int rows, int block, uint32_t magic, int *begin, int *end)
 {
@@ -464,12 +460,6 @@ __global__ void __launch_bounds__(THREADS, 1) experts_kernel(const __grid_consta
 Parts parts(const K3CudaMatrix &m)
 {
   return Parts{(const uint8_t *)m.codes, (const uint8_t *)m.high, (const uint8_t *)m.scale};
-}
-
-int piece_values(K3Type type)
-{
-  static const int values[K3_TYPE_COUNT] = {4, 8, 16, 32, 128, 8};
-  return values[type];
 }
 
 /* With the shared experts in q8_0; other formats take a launch of their own. */

@@ -14,10 +14,6 @@ namespace {
 
 using namespace k3;
 
-/* n / d for n < 2^18, d < 2^13 with magic = 2^32 / d + 1; 0 stands for d = 1. */
-__device__ __forceinline__ int divide(int n, uint32_t magic) { return magic ? (int)__umulhi((uint32_t)n, magic) : n; }
-inline uint32_t magic_of(int64_t d) { return d == 1 ? 0 : (uint32_t)((1ull << 32) / (uint64_t)d + 1); }
-
 /* The local experts among the chosen, in order; one thread. */
 struct LocalExperts {
   int count;

@@ -44,6 +44,17 @@ static __host__ __device__ inline int segment_floats(int rows, int lanes, int wa
   return ((rows + rows_step - 1) / rows_step + warps) * rows_step;
 }
 
+/* Values of a row that a lane takes at a time, of the formats that are no GGUF blocks. */
+static inline int piece_values(K3Type type)
+{
+  static const int values[K3_TYPE_COUNT] = {4, 8, 16, 32, 128, 8};
+  return values[type];
+}
+
+/* n / d with magic_of(d) = 2^32 / d + 1 (0 stands for d = 1): exact for n · d < 2^32, else one too much at most. */
+static __device__ __forceinline__ int divide(int n, uint32_t magic) { return magic ? (int)__umulhi((uint32_t)n, magic) : n; }
+static inline uint32_t magic_of(int64_t d) { return d == 1 ? 0 : (uint32_t)((1ull << 32) / (uint64_t)d + 1); }
+
 /* Rows as they stand. */
 struct PlainMap {
   Parts parts;
@@ -259,7 +270,7 @@ static __device__ __forceinline__ SharedInput shared_input(char *memory, const S
   return in;
 }
 
-/* The codebook never changes: before the wait. A block barrier must follow. Beside codes (iq1_mma.cuh) each two lanes of a warp have
+/* The codebook never changes: before the wait. A block barrier must follow. Beside codes (mma_rows.cuh) each two lanes of a warp have
  * a copy in two banks of their own: a line of 128 bytes holds the four entries of qs and bit 2 of the rest eight times two times,
  * and the lines stand in the order of qs as a signed byte. */
 static __device__ __forceinline__ void fill_codebook(const SharedInput &in, const uint32_t *codebook)

@@ -11,8 +11,8 @@
  * successor of such a kernel knows when it starts that all kernels but its immediate predecessor are complete. Kernels whose
  * successors read nothing but weights before their wait (the norm, the products) call k3_wait_early(), the other order, which
  * promises nothing at the start; the wait itself always means that all kernels before are complete.
- * The one kernel that reads step data before its wait is the norm (K3CudaNorm.early): between it and the kernel that wrote
- * them must be a kernel with k3_wait() (the KDA or MLA kernels, the experts) and one more. Data of a predecessor
+ * What may be read before the wait beside weights was written at least two kernels earlier, with a k3_wait() kernel between: the norm's
+ * early vectors (K3CudaNorm.early), and what the step before wrote (KDA's state and window, rows of the cache but the newest). Data of a predecessor
  * are read with __ldcg (L2), never through L1 or the read-only path. */
 #ifndef K3_KERNELS_LAUNCH_H
 #define K3_KERNELS_LAUNCH_H

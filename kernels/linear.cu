@@ -9,7 +9,7 @@
 #include "kernels/linear.h"
 
 #include "kernels/attention.cuh"
-#include "kernels/iq1_mma.cuh"
+#include "kernels/mma_rows.cuh"
 #include "kernels/q8_stream.cuh"
 #include "kernels/wait.cuh"
 
@@ -278,12 +278,6 @@ __global__ void __launch_bounds__(THREADS) linear_scalar_kernel(const __grid_con
       if (lane == 0) item.y[row] = sum + (item.add ? __ldcg(item.y + row) : 0.0f);
     }
   }
-}
-
-int piece_values(K3Type type)
-{
-  static const int values[K3_TYPE_COUNT] = {4, 8, 16, 32, 128, 8};
-  return values[type];
 }
 
 } /* namespace */

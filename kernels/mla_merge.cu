@@ -271,6 +271,7 @@ K3Status check_partials(const char *name, const K3CudaPartials *in, int64_t head
   if (heads < 1 || latent < 4 || latent % 4 != 0 || in->parts < 1 || in->acc_stride % 4 != 0)
     K3_FAIL(K3_ERR_INPUT, "%s: %lld heads, C %lld, %lld parts, stride %lld; C and the stride are multiples of 4", name,
             (long long)heads, (long long)latent, (long long)in->parts, (long long)in->acc_stride);
+  if (in->type == K3_CACHE_BF16) K3_FAIL(K3_ERR_INPUT, "%s: partials in bf16; f32 and f16 are served", name);
   return K3_OK;
 }
 

@@ -3,7 +3,7 @@
 #define K3_KERNELS_WAIT_CUH
 
 /* Waits for the predecessor's stores, then lets the successor start. Without the launch attribute both are free.
- * Every thread of every block calls it, or the next, before touching anything that a kernel wrote. */
+ * Every thread calls it, or the next, before touching anything that a kernel wrote; exceptions: launch.h. */
 static __device__ __forceinline__ void k3_wait()
 {
   cudaGridDependencySynchronize();

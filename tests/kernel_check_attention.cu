@@ -315,7 +315,7 @@ void check_merge(K3Table *t, int64_t heads, int64_t parts, int64_t nope, int64_t
   if (a.out.codes && !(code_error(a.out, heads * v) <= 1.01)) error = NAN;
   char shape[96];
   snprintf(shape, sizeof shape, "%lld heads, %lld%s parts, v %s", (long long)heads, (long long)parts,
-           stored == K3_CACHE_BF16 ? " bf16" : stored == K3_CACHE_F16 ? " f16" : "", type_names[type]);
+           stored == K3_CACHE_F16 ? " f16" : "", type_names[type]);
   if (timed && t->time) {
     MergeTime work;
     for (int i = 0; i < 24; i++) {
@@ -365,7 +365,7 @@ void k3_check_attention(K3Table *t, const char *words)
     check_prepare(t, 5, 160, 8, 72, 200, K3_TYPE_BF16, K3_CACHE_F32, 3, 1, 0, false);
     const int64_t parts[] = {1, 2, 8, 64, 128, 300};
     for (int64_t p : parts) check_merge(t, 12, p, 128, 128, 512, p % 8 ? K3_TYPE_BF16 : K3_TYPE_Q8_0, p == 8 || p >= 64);
-    for (K3CudaCacheType stored : {K3_CACHE_F32, K3_CACHE_BF16, K3_CACHE_F16})
+    for (K3CudaCacheType stored : {K3_CACHE_F32, K3_CACHE_F16})
       check_merge(t, 96, 64, 128, 128, 512, K3_TYPE_Q8_0, true, stored);
     check_merge(t, 3, 7, 40, 24, 64, K3_TYPE_F32, false);
     check_merge(t, 2, 5, 24, 200, 1024, K3_TYPE_BF16, false);
