@@ -101,7 +101,7 @@ __device__ __forceinline__ float4 merge_columns(const K3CudaPartials &in, int64_
 
 constexpr int COMBINE_COLS = 128;
 /* Not used: room for three blocks on a multiprocessor. As many as fit would crowd onto the first that the slices leave. */
-constexpr int COMBINE_SHARED = 70 << 10;
+constexpr int COMBINE_SHARED = 36 << 10;
 
 template <K3CudaCacheType TYPE>
 __global__ void __launch_bounds__(BLOCK, 3) mla_combine_kernel(const K3CudaMlaCombine a)

@@ -131,7 +131,7 @@ __global__ void __launch_bounds__(BLOCK, 2) mla_prepare_kernel(const __grid_cons
 
 /* Of mla_query_kernel: blocks of a head; rows of q_b a warp; steps of 512 columns of them; values of q_a a thread, in fours. */
 constexpr int CLUSTER = 8, WARPS = BLOCK / 32, Q_ROWS = 3, Q_CHUNKS = 3, Q_FOURS = 2;
-constexpr size_t ALONE_BYTES = 30 << 10; /* shared memory not used: with it a multiprocessor takes one block, not two of 47 KB of weights each */
+constexpr size_t ALONE_BYTES = 80 << 10; /* shared memory not used: with it a multiprocessor takes one block, not two of 47 KB of weights each */
 constexpr int MAX_NOPE = BATCH * ROWS, MAX_Q_COLS = 512 * Q_CHUNKS;
 
 /* rms(q_a) as 16-bit codes, to `in`; w: the weights of the norm. */

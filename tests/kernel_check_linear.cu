@@ -138,13 +138,15 @@ static void check_linear(K3Table *table, const LinearCase *c)
     if (!pass && !tight) break;
     if (!pass) {
       error = run_linear(&launch, &linear, c->add ? before : NULL, rows, want_codes);
-      /* control: one code of the last matrix, where the input is largest */
+      /* control: a code of each of the last matrix's last rows, where the input is largest (another codebook entry may agree there) */
       const K3CudaMatrix *m = &linear.items[c->count - 1].matrix;
-      int64_t code = (m->rows - 1) * m->cols + largest;
-      const uint8_t *byte = (const uint8_t *)m->codes + (m->type == K3_TYPE_F32 ? code * 4 + 3
-                            : m->type == K3_TYPE_BF16 ? code * 2 + 1 : m->type == K3_TYPE_Q8_0 ? code
-                            : m->type == K3_TYPE_MXFP4 ? code / 2 : iq1_s_byte(m, m->rows - 1, largest));
-      flip(byte, m->type == K3_TYPE_F32 || m->type == K3_TYPE_BF16 ? 0x80 : m->type == K3_TYPE_Q8_0 ? 0x40 : 0x77);
+      for (int64_t row = m->rows > 4 ? m->rows - 4 : 0; row < m->rows; row++) {
+        int64_t code = row * m->cols + largest;
+        const uint8_t *byte = (const uint8_t *)m->codes + (m->type == K3_TYPE_F32 ? code * 4 + 3
+                              : m->type == K3_TYPE_BF16 ? code * 2 + 1 : m->type == K3_TYPE_Q8_0 ? code
+                              : m->type == K3_TYPE_MXFP4 ? code / 2 : iq1_s_byte(m, row, largest));
+        flip(byte, m->type == K3_TYPE_F32 || m->type == K3_TYPE_BF16 ? 0x80 : m->type == K3_TYPE_Q8_0 ? 0x40 : 0x77);
+      }
       control = run_linear(&launch, &linear, c->add ? before : NULL, rows, want_codes);
       if (any_quantised) snprintf(shape + strlen(shape), sizeof shape - strlen(shape), " codes");
     }

@@ -404,7 +404,7 @@ void time_layer(K3Table *t, const Master &master, int64_t attended, int64_t rows
     l.slices.push_back(s);
   }
   l.combine.heads = attended, l.combine.latent = C0;
-  l.combine.in = {s.acc, s.m, s.l, plan.slices, attended * C0, 1, plan.slices, K3_CACHE_BF16};
+  l.combine.in = {s.acc, s.m, s.l, plan.slices, attended * C0, 1, plan.slices, k3_cuda_partial_type(1)};
   l.combine.acc = (float *)k3_table_poisoned(attended * C0 * 4);
   l.combine.m = (float *)k3_table_poisoned(attended * 4), l.combine.l = (float *)k3_table_poisoned(attended * 4);
   l.merge.heads = own, l.merge.nope = 128, l.merge.v_dim = 128, l.merge.latent = C0, l.merge.kv_b = kv_b;
