@@ -604,6 +604,19 @@ def test_ranks_with_other_words_are_refused(base, other):
     assert done.status == 2 and "give all ranks the same options" in done.err, done
 
 
+def test_a_program_replaced_between_two_starts(base, output, tmp_path):
+    """On one host no other installation is at fault: a new file put in its place between the starts of two ranks is."""
+    other = tmp_path / "k3decode"
+    shutil.copy(harness.K3DECODE, other)
+    with open(other, "ab") as file:
+        file.write(b"another build")
+    words = ("run", base, "--prompt", "1", "--steps", "1", "--output", output)
+    done = Job([MPIRUN, "-n", 2, harness.K3DECODE, *words, ":", "-n", 1, other, *words]).finish()
+    assert done.status == 3 and len(done.errors()) == 1, done
+    assert "rank 2 of 3" in done.err and "replaced while the ranks were starting" in done.err, done
+    assert not output.exists()
+
+
 def test_unwritable_standard_output_is_an_error(base):
     with open("/dev/full", "w") as full:
         done = subprocess.run([harness.K3DECODE, "info", base], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)

@@ -98,7 +98,7 @@ def test_another_program_is_found_out(hosts, tmp_path):
     words = ("run", "synth:tiny", *PROMPT, "--output", tmp_path / "run.h5")
     result = hosts.run((K3DECODE, *words), (other, *words))
     assert result.status == 3 and "is not the k3decode that rank 0 runs" in result.err, result
-    assert "rank 2 of 4" in result.err and f"{hosts.prefix}2" in result.err
+    assert "rank 2 of 4" in result.err and f"{hosts.prefix}2" in result.err and "same build on all hosts" in result.err
     assert not (tmp_path / "run.h5").exists()
 
 

@@ -212,9 +212,10 @@ static K3Status check_program(K3Comm *comm)
   if (first != (int64_t)digest)
     status = k3_status_fail(
         K3_ERR_INPUT, __FILE__, __LINE__,
-        "this is not the k3decode that rank 0 runs (digest %016llx here, %016llx there): install the same "
-        "build on all hosts",
-        (unsigned long long)digest, (unsigned long long)first);
+        "this is not the k3decode that rank 0 runs (digest %016llx here, %016llx there): %s", (unsigned long long)digest,
+        (unsigned long long)first,
+        comm->local_world == comm->world ? "was the file replaced while the ranks were starting? Run the command again"
+                                         : "install the same build on all hosts");
   return k3_comm_agree(comm, status);
 }
 
