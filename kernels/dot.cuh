@@ -1,7 +1,8 @@
 /* Pieces of weights: how each format is loaded, decoded and multiplied. Layer: backend (CUDA), device code.
  *
  * A piece is what one lane loads at once (16 bytes of codes). Formats named …Int multiply by the activation's 16-bit codes, a
- * dp4a for each of their two bytes (iq1_s, and the experts' mxfp4: mma_rows.cuh); those named …Exact by its float32 values, with the weights decoded to float.
+ * dp4a for each of their two bytes (iq1_s, and the experts' mxfp4: mma_rows.cuh); those named …Exact by its float32 values, with
+ * the weights decoded to float.
  * Twin: k3_host_dequantise; source: model.md "Block formats". */
 #ifndef K3_KERNELS_DOT_CUH
 #define K3_KERNELS_DOT_CUH

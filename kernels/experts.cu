@@ -490,9 +490,8 @@ K3Status check(const K3CudaLaunch *launch, const K3CudaExperts *e)
   if (e->y.kind != K3_INPUT_VALUES || (e->shared.y && e->shared_input.kind != K3_INPUT_SITU))
     K3_FAIL(K3_ERR_INPUT, "experts of layer %lld: inputs of kinds %d and %d; values and situ are wanted",
             (long long)launch->layer, (int)e->y.kind, (int)e->shared_input.kind);
-  int alike = e->gate.type == e->up.type || (k3_cuda_is_blocks(e->gate.type) && k3_cuda_is_blocks(e->up.type));
-  if (!alike || e->gate.cols != e->y.n || e->up.cols != e->y.n || e->gate.cols % step_of(e->gate.type) ||
-      e->gate.cols % step_of(e->up.type) ||
+  if (!k3_cuda_experts_pair(e->gate.type, e->up.type) || e->gate.cols != e->y.n || e->up.cols != e->y.n ||
+      e->gate.cols % step_of(e->gate.type) || e->gate.cols % step_of(e->up.type) ||
       e->gate.rows != e->local * e->band || e->up.rows != e->gate.rows)
     K3_FAIL(K3_ERR_INPUT, "experts of layer %lld: gate %lld x %lld, up %lld x %lld (%s, %s) for %lld experts of %lld rows and a "
             "latent vector of %lld", (long long)launch->layer, (long long)e->gate.rows, (long long)e->gate.cols,

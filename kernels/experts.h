@@ -50,6 +50,12 @@ typedef struct {
 K3Status k3_cuda_experts(const K3CudaLaunch *launch, const K3CudaExperts *experts);
 static inline int64_t k3_cuda_meeting_bytes(int64_t chosen, int64_t band) { return 16 + 2 * chosen * band * (int64_t)sizeof(float); }
 
+/* Whether gate and up may have these formats: one, or two kinds of GGUF blocks. */
+static inline int k3_cuda_experts_pair(K3Type gate, K3Type up)
+{
+  return gate == up || (k3_cuda_is_blocks(gate) && k3_cuda_is_blocks(up));
+}
+
 /* Its halves for matrices of GGUF blocks (k3_cuda_is_blocks), which it calls: experts_blocks.cu. The first routes; shared is
  * left out. */
 K3Status k3_cuda_experts_gate_up_blocks(const K3CudaLaunch *launch, const K3CudaExperts *experts);

@@ -43,7 +43,7 @@ K3Status k3_cuda_check_limits(const K3Cuda *cuda)
     const K3TensorSpec *spec = &source->table.specs[i];
     if (spec->role != K3_ROLE_EXPERTS_UP) continue;
     int64_t gate = k3_tensors_find(&source->table, spec->layer, K3_ROLE_EXPERTS_GATE);
-    if (source->types[gate] != source->types[i] && !(k3_cuda_is_blocks(source->types[gate]) && k3_cuda_is_blocks(source->types[i])))
+    if (!k3_cuda_experts_pair(source->types[gate], source->types[i]))
       K3_FAIL(K3_ERR_INPUT, "%s: the CUDA backend reads experts_gate and experts_up of one format, or of two GGUF block formats that "
               "it keeps as they are (all but q8_0, mxfp4 and iq1_s); got %s (%s) and %s (%s); "
               "run with --backend host", source->origin, source->table.specs[gate].path, k3_format(source->types[gate])->name,
