@@ -34,14 +34,7 @@ numbers() {
   done
 }
 
-# The PCI addresses of the visible GPUs, in the order that the program numbers them.
-addresses=$(nvidia-smi --query-gpu=index,uuid,pci.bus_id --format=csv,noheader 2>/dev/null | tr -d ' ')
-if [ -n "${CUDA_VISIBLE_DEVICES:-}" ]; then
-  addresses=$(for name in $(echo "$CUDA_VISIBLE_DEVICES" | tr ',' ' '); do
-    echo "$addresses" | awk -F, -v name="$name" '$1 == name || index($2, name) == 1'
-  done)
-fi
-locals=$(echo "$addresses" | awk -F, 'NF == 3 { print tolower($3) }' | while read -r address; do # nvidia-smi writes the PCI domain with eight digits, the kernel with four
+locals=$("$(dirname "$0")/gpus.sh" | awk -F, '{ print tolower($3) }' | while read -r address; do # nvidia-smi writes the PCI domain with eight digits, the kernel with four
   cat "$sysfs/bus/pci/devices/${address#0000}/local_cpulist" 2>/dev/null || echo -
 done)
 mine=$(echo "$locals" | sed -n "$((rank + 1))p")

@@ -80,9 +80,7 @@ fails() {
   else row "$name" FAIL "exit $got: $(grep -h k3decode: "$out/guard.log" | head -n 1 | cut -c1-200)"; fi
 }
 
-# gpus: how many there are to see
-gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU ')
-if [ -n "${CUDA_VISIBLE_DEVICES:-}" ]; then gpus=$(echo "$CUDA_VISIBLE_DEVICES" | tr ',' '\n' | grep -c .); fi
+gpus=$(jobs/gpus.sh | wc -l)
 nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader 2>/dev/null | sed 's/^/# /'
 
 # sanitize ROW TOOL command…: compute-sanitizer; exit status 0 and nothing found

@@ -32,7 +32,7 @@ if [ -z "${K3DECODE:-}" ]; then
   }
   K3DECODE=$root/build-gpu/k3decode COMM_CHECK=$root/build-gpu/tests/comm_check
 fi
-gpus=$(nvidia-smi -L 2>/dev/null | wc -l)
+gpus=$(jobs/gpus.sh | wc -l)
 if [ "$gpus" -lt 2 ]; then
   echo "gpu2_check: needs two GPUs, sees $gpus"
   exit 77

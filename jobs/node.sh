@@ -30,7 +30,7 @@ if [ -n "${SLURM_JOB_ID:-}" ] && [ "${SLURM_NNODES:-1}" -gt 1 ]; then
   refuse 2 "this allocation has $SLURM_NNODES nodes, and node.sh serves one: submit jobs/decode.sbatch"
 fi
 
-gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || :)
+gpus=$("$root/jobs/gpus.sh" | wc -l)
 ranks=${RANKS:-$gpus}
 case $ranks in
 '' | *[!0-9]*) refuse 2 "RANKS=$ranks is no number of ranks" ;;

@@ -1,5 +1,5 @@
 #!/bin/sh
-# What needs a GPU, where `nvidia-smi -L` finds one: the kernels against their references (kernel_check, without times),
+# What needs a GPU, where jobs/gpus.sh finds one: the kernels against their references (kernel_check, without times),
 # then the backend against the host's on the small model and with planted faults (jobs/gpu_check.sh tiny guard). The
 # whole proof and the times: jobs/gpu_check.sh.
 set -u
@@ -9,9 +9,8 @@ if [ -z "${NVCC:-}" ]; then
   echo "skipped: the GPU's checks need a build with CUDA, and configure found no nvcc"
   exit 77
 fi
-gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU ')
-if [ "$gpus" -eq 0 ]; then
-  echo "skipped: the GPU's checks need a GPU, and 'nvidia-smi -L' finds none"
+if [ -z "$("$here/jobs/gpus.sh")" ]; then
+  echo "skipped: the GPU's checks need a GPU, and nvidia-smi finds none that may be used"
   exit 77
 fi
 

@@ -242,8 +242,7 @@ def machine(tmp_path):
     places = {"0f": f"{cores[0]},{cores[1]}", "2d": f"{cores[0]},{cores[1]}", "44": "4000-4003"}
     program = tmp_path / "nvidia-smi"
     lines = [f"{index}, GPU-{place}aaaa, 00000000:{place.upper()}:00.0" for index, place in enumerate(places)]
-    program.write_text("#!/bin/sh\n[ \"$1\" = -L ] && exec printf 'GPU 0: x\\nGPU 1: x\\nGPU 2: x\\n'\ncat <<END\n"
-                       + "\n".join(lines) + "\nEND\n")
+    program.write_text("#!/bin/sh\ncat <<END\n" + "\n".join(lines) + "\nEND\n")
     program.chmod(0o755)
     for place, local in places.items():
         device = tmp_path / "sys" / "bus" / "pci" / "devices" / f"0000:{place}:00.0"
@@ -300,3 +299,12 @@ def test_node_refuses(tmp_path, env, arguments, status, sentence):
 def test_node_refuses_more_ranks_than_gpus(machine, tmp_path):
     result = words("bash", ROOT / "jobs" / "node.sh", MODEL, cwd=tmp_path, env={**machine[1], "K3DECODE": K3DECODE, "RANKS": "4"})
     assert result.returncode == 4 and "4 ranks, but 3 GPUs" in result.stderr, result
+
+
+@pytest.mark.parametrize("visible, places", [
+    (None, "0f 2d 44"), ("", ""), ("2,0", "44 0f"), ("GPU-2d", "2d"), ("1,7,0", "2d"), ("-1", ""),
+])
+def test_gpus(machine, visible, places):
+    env = {**machine[1], **({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})}
+    result = words("sh", ROOT / "jobs" / "gpus.sh", env=env)
+    assert result.returncode == 0 and [line.split(":")[1].lower() for line in result.stdout.split()] == places.split(), result
