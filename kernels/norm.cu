@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(MOST_THREADS, 1) bank_kernel(const __grid_cons
   const int64_t part = (a.n / 4 + CLUSTER - 1) / CLUSTER; /* cells of four a block */
   const int64_t at = (part * me + threadIdx.x) * 4;
   const bool there = (int64_t)threadIdx.x < part && at < a.n;
-  const float4 score = there ? __ldg((const float4 *)(a.score[sublayer] + at)) : make_float4(0, 0, 0, 0);
+  const float4 score = load4(a.score[sublayer] + at, there);
   k3_wait();
 
   /* 1. Two sums of each vector, to every block of the cluster. */
@@ -130,6 +130,9 @@ __global__ void __launch_bounds__(MOST_THREADS, 1) bank_kernel(const __grid_cons
   }
 }
 
+/* Cells of four a block, whole blocks of 32 values. */
+__host__ __device__ __forceinline__ int block_cells(int n) { return ((n / 4 + CLUSTER - 1) / CLUSTER + 7) / 8 * 8; }
+
 /* Sums that all warps of the cluster send to all its blocks. */
 struct Meeting {
   float sum[3][CLUSTER * MOST_THREADS / 32];
@@ -147,13 +150,15 @@ __device__ __forceinline__ void meet(Meeting &meeting, uint32_t barrier, int me,
     sums[k] = 0;
   }
   barrier_wait(barrier, 0); /* all that others send to this block has come, so it may end */
-  for (int i = lane; i < CLUSTER * warps; i += 32)
+#pragma unroll 1
+  for (int first = 0; first < CLUSTER * warps; first += 32)
 #pragma unroll
-    for (int k = 0; k < COUNT; k++) sums[k] += meeting.sum[k][i];
+    for (int k = 0; k < COUNT; k++) sums[k] += first + lane < CLUSTER * warps ? meeting.sum[k][first + lane] : 0.0f;
   warp_sums<COUNT>(sums);
 }
 
-__global__ void __launch_bounds__(MOST_THREADS, 1) norm_kernel(const __grid_constant__ K3CudaNorm a)
+/* per_n: 1 / n. */
+__global__ void __launch_bounds__(MOST_THREADS, 1) norm_kernel(const __grid_constant__ K3CudaNorm a, const float per_n)
 {
   __shared__ Meeting meeting, second;
   __shared__ __align__(8) uint64_t barriers[2];
@@ -166,14 +171,11 @@ __global__ void __launch_bounds__(MOST_THREADS, 1) norm_kernel(const __grid_cons
     barrier_expect(met_again, 4 * CLUSTER * warps);
   }
   cluster_arrive(); /* all blocks of the cluster run: waited for before the first store to another */
-  int64_t part = (a.n / 4 + CLUSTER - 1) / CLUSTER; /* cells of four a block, whole blocks of 32 */
-  part = (part + 7) / 8 * 8;
-  const int64_t at = (part * me + threadIdx.x) * 4;
-  const bool there = (int64_t)threadIdx.x < part && at < a.n, joins = a.branch && a.replace;
+  const int n = (int)a.n, part = block_cells(n), at = (part * me + (int)threadIdx.x) * 4;
+  const bool there = (int)threadIdx.x < part && at < n, joins = a.branch && a.replace;
 
-  /* 1. What is known before the predecessor ends. */
-  const float4 zero = make_float4(0, 0, 0, 0), norm = there ? __ldg((const float4 *)(a.norm + at)) : zero;
-  const float4 score = there && a.mixed ? __ldg((const float4 *)(a.score + at)) : zero;
+  /* 1. What is known before the predecessor ends. By load4, as the compiler puts loads by __ldg behind the wait. */
+  const float4 norm = load4(a.norm + at, there), score = load4(a.score + at, there && a.mixed);
   if (!a.early) k3_wait();
   const float4 bank = load4(a.mixed + at, there && a.mixed);
   const float most_banked = a.mixed ? __ldcg(a.mix) : -INFINITY, weight_banked = a.mixed ? __ldcg(a.mix + 1) : 0.0f;
@@ -191,7 +193,6 @@ __global__ void __launch_bounds__(MOST_THREADS, 1) norm_kernel(const __grid_cons
   if (there && a.banked) *(float4 *)(a.banked + at) = p;
 
   /* 3. h = of_bank · bank + of_p · p', and |h|² from the sums; where it is small beside its terms, from h itself. */
-  const float per_n = 1.0f / (float)a.n;
   float of_bank = 0.0f, of_p = 1.0f;
   if (a.mixed) {
     const float value = sums[1] * rsqrtf(sums[0] * per_n + a.res_eps), most = max_nan(value, most_banked);
@@ -218,7 +219,7 @@ __global__ void __launch_bounds__(MOST_THREADS, 1) norm_kernel(const __grid_cons
     const Codes4 codes = quantise4(v, false, &block_scale, &unused);
     if (there) {
       *(uint32_t *)(a.x.codes + at) = codes.high;
-      *(uint32_t *)(a.x.codes + a.n + at) = codes.low;
+      *(uint32_t *)(a.x.codes + n + at) = codes.low;
       if ((threadIdx.x & 7) == 0) a.x.scales[at / 32] = block_scale;
     }
   }
@@ -256,10 +257,11 @@ K3Status k3_cuda_norm(const K3CudaLaunch *launch, const K3CudaNorm *norm)
   if (a.n < 4 || a.n % 4 || a.n > most || (a.x.codes && a.n % 32))
     K3_FAIL(K3_ERR_INPUT, "norm of layer %lld, phase %s: a vector of %lld; multiples of %d up to %lld are possible",
             (long long)launch->layer, launch->phase, (long long)a.n, a.x.codes ? 32 : 4, (long long)most);
-  const int64_t part = ((a.n / 4 + CLUSTER - 1) / CLUSTER + 7) / 8 * 8;
-  void *arguments[] = {&a};
-  return k3_cuda_launch_kernel(launch, "norm_kernel", (const void *)norm_kernel, CLUSTER, (unsigned)((part + 31) / 32 * 32), CLUSTER,
-                               0, arguments);
+  const int part = block_cells((int)a.n);
+  float per_n = 1.0f / (float)a.n;
+  void *arguments[] = {&a, &per_n};
+  return k3_cuda_launch_kernel(launch, "norm_kernel", (const void *)norm_kernel, CLUSTER,
+                               (unsigned)((part + 31) / 32 * 32), CLUSTER, 0, arguments);
 }
 
 K3Status k3_cuda_norm_score(const K3CudaLaunch *launch, const float *a, const float *b, int64_t n, float *score)
