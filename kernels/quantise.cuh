@@ -21,9 +21,22 @@ static __device__ __forceinline__ float max_nan(float a, float b)
   return r;
 }
 
-/* Of a block whose largest magnitude is `most`. Blocks too small for the division to stay finite, and NaN: codes 0. */
-static __device__ __forceinline__ float code_scale(float most) { return most / CODE_MOST; }
-static __device__ __forceinline__ float code_factor(float most) { return most > 1e-30f ? CODE_MOST / most : 0.0f; }
+/* Of a block whose largest magnitude is `most`: most / CODE_MOST, and CODE_MOST / most (0, so that the codes are, where that is not
+ * finite, and for NaN). Rounded as divisions are, without their branches; of a quarter, as the reciprocal of the largest floats is 0. */
+static __device__ __forceinline__ float code_scale(float most)
+{
+  const float r = 1.0f / CODE_MOST, q = most * r;
+  return fmaf(fmaf(-q, CODE_MOST, most), r, q);
+}
+static __device__ __forceinline__ float code_factor(float most)
+{
+  const float quarter = 0.25f * most;
+  float r;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(quarter));
+  r = fmaf(r, fmaf(-quarter, r, 1.0f), r);
+  const float q = 0.25f * CODE_MOST * r;
+  return most > 1e-30f ? fmaf(r, fmaf(-quarter, q, 0.25f * CODE_MOST), q) : 0.0f;
+}
 static __device__ __forceinline__ int code_of(float x, float factor) { return __float2int_rn(x * factor); }
 static __device__ __forceinline__ int low_of(int code) { return code & 0xff; }
 static __device__ __forceinline__ int high_of(int code) { return (code + 128) >> 8 & 0xff; }
