@@ -35,30 +35,37 @@ static __device__ __forceinline__ Parts parts_of(const K3CudaMatrix &m)
   return Parts{(const uint8_t *)m.codes, (const uint8_t *)m.high, (const uint8_t *)m.scale};
 }
 
-/* Weights are read once: they do not stay in L1. */
+/* Weights are read once: they do not stay in L1, and give way first in the L2 to what is used again. */
+static __device__ __forceinline__ uint64_t stream_policy()
+{
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
 static __device__ __forceinline__ uint4 load16(const void *address)
 {
   uint4 v;
-  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(address));
+  asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.v4.u32 {%0,%1,%2,%3}, [%4], %5;"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(address), "l"(stream_policy()));
   return v;
 }
 static __device__ __forceinline__ uint2 load8(const void *address)
 {
   uint2 v;
-  asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(address));
+  asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.v2.u32 {%0,%1}, [%2], %3;"
+               : "=r"(v.x), "=r"(v.y) : "l"(address), "l"(stream_policy()));
   return v;
 }
 static __device__ __forceinline__ uint32_t load2(const void *address)
 {
   uint16_t v;
-  asm volatile("ld.global.nc.u16 %0, [%1];" : "=h"(v) : "l"(address));
+  asm volatile("ld.global.nc.L2::cache_hint.u16 %0, [%1], %2;" : "=h"(v) : "l"(address), "l"(stream_policy()));
   return v;
 }
 static __device__ __forceinline__ uint32_t load1(const void *address)
 {
   uint32_t v;
-  asm volatile("ld.global.nc.u8 %0, [%1];" : "=r"(v) : "l"(address));
+  asm volatile("ld.global.nc.L2::cache_hint.u8 %0, [%1], %2;" : "=r"(v) : "l"(address), "l"(stream_policy()));
   return v;
 }
 

@@ -15,10 +15,10 @@ static __device__ __forceinline__ void load_if(Q8Raw &raw, const uint8_t *codes,
 {
   asm volatile("{ .reg .pred there; setp.ne.s32 there, %5, 0;\n"
                "mov.u32 %4, 0;\n"
-               "@there ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%6];\n"
-               "@there ld.global.nc.u16 %4, [%7]; }"
+               "@there ld.global.nc.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%6], %8;\n"
+               "@there ld.global.nc.L2::cache_hint.u16 %4, [%7], %8; }"
                : "+r"(raw.w.x), "+r"(raw.w.y), "+r"(raw.w.z), "+r"(raw.w.w), "=&r"(raw.d)
-               : "r"((int)there), "l"(codes), "l"(scale));
+               : "r"((int)there), "l"(codes), "l"(scale), "l"(stream_policy()));
 }
 
 template <int DEPTH>
