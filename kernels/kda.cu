@@ -14,7 +14,7 @@
 
 namespace {
 
-constexpr int CLUSTER = 8, WARPS = 4, BLOCK = 32 * WARPS;
+constexpr int CLUSTER = 8, WARPS = 4, BLOCK = 32 * WARPS, FIXED_TAPS = 4;
 
 /* A lane's keys: four neighbours from 4 lane, again 128 on … . Four at a time where D is a multiple of 4. */
 __device__ __forceinline__ int key_of(int lane, int i) { return 4 * lane + i % 4 + 128 * (i / 4); }
@@ -82,9 +82,9 @@ __device__ __forceinline__ void load_f_b(const K3CudaMatrix &f_b, int64_t row, i
   }
 }
 
-/* KEYS: keys of a lane; D <= 32 KEYS. VALUES: channels of a warp; D / 8 <= 4 VALUES. TYPE: of f_b. What is of one channel is
- * done by the 32 / VALUES lanes whose channel it is. */
-template <int KEYS, int VALUES, K3Type TYPE>
+/* KEYS: keys of a lane; D <= 32 KEYS. VALUES: channels of a warp; D / 8 <= 4 VALUES. TYPE: of f_b. FIXED: Kimi K3's shape, D = 32 KEYS,
+ * FIXED_TAPS taps and f_b here, in half the code. What is of one channel is done by the 32 / VALUES lanes whose channel it is. */
+template <int KEYS, int VALUES, K3Type TYPE, int FIXED>
 __global__ void __launch_bounds__(BLOCK, VALUES == 4 ? 6 : 2) kda_kernel(const K3CudaKda a)
 {
   constexpr int MAX_D = 32 * KEYS, LANES = 32 / VALUES;
@@ -92,33 +92,33 @@ __global__ void __launch_bounds__(BLOCK, VALUES == 4 ? 6 : 2) kda_kernel(const K
   __shared__ float squares[CLUSTER * WARPS];
   __shared__ __align__(8) uint64_t exchanged[2];
   const uint32_t inputs = shared_address(&exchanged[0]), outputs = shared_address(&exchanged[1]);
+  const int D = FIXED ? MAX_D : (int)a.head_dim, taps = FIXED ? FIXED_TAPS : (int)a.kernel;
   if (threadIdx.x == 0) {
     barrier_init(inputs, 1), barrier_init(outputs, 1);
     barrier_init_fence();
-    barrier_expect(inputs, 3 * 4 * (uint32_t)a.head_dim);
-    barrier_expect(outputs, 4 * (uint32_t)(a.head_dim + CLUSTER * WARPS));
+    barrier_expect(inputs, 3 * 4 * (uint32_t)D);
+    barrier_expect(outputs, 4 * (uint32_t)(D + CLUSTER * WARPS));
   }
   cluster_arrive(); /* all blocks of the cluster run: waited for before the first store to another */
 
-  const int D = (int)a.head_dim, tile = (D + CLUSTER - 1) / CLUSTER;
+  const int tile = (D + CLUSTER - 1) / CLUSTER;
   const int rank = blockIdx.x % CLUSTER, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int64_t head = blockIdx.x / CLUSTER, channels = a.heads * D;
-  const int first = rank * tile, count = max(0, min(tile, D - first)); /* this block's channels of the head */
+  const int first = rank * tile, count = FIXED ? tile : max(0, min(tile, D - first)); /* this block's channels of the head */
   const int64_t at = head * D + first;
 
   /* 1. What no other launch of this step writes: state, windows, weights. Nothing is used before the wait, which would wait for it. */
   float S[VALUES][KEYS];
   StoredWeights<TYPE, 4> f_b[VALUES][KEYS / 4];
   float *state = a.state + (head * D + first) * D;
-  const int mine = count - warp * VALUES; /* channels of this warp, if positive */
+  const int mine = FIXED ? VALUES : count - warp * VALUES; /* channels of this warp, if positive */
   load_keys<KEYS, VALUES>(state + (int64_t)warp * VALUES * D, D, mine, lane, S);
-  if (a.f_b.codes) load_f_b<TYPE, KEYS, VALUES>(a.f_b, at + warp * VALUES, D, mine, lane, f_b);
+  if (FIXED || a.f_b.codes) load_f_b<TYPE, KEYS, VALUES>(a.f_b, at + warp * VALUES, D, mine, lane, f_b);
   const int own = warp * VALUES + lane / LANES; /* this lane's channel of the block */
-  const bool owns = own < count;
+  const bool owns = FIXED || own < count;
   const float bias = owns ? a.dt_bias[at + own] : 0.0f, gain = owns ? a.o_norm[first + own] : 0.0f, log_rate = a.a_log[head];
   const int kind = threadIdx.x / (WARPS * VALUES), channel = threadIdx.x % (WARPS * VALUES); /* q, k, v, none */
-  const bool convolves = kind < 3 && channel < count;
-  const int taps = (int)a.kernel;
+  const bool convolves = kind < 3 && (FIXED || channel < count);
   float *window = a.window + (int64_t)kind * (taps - 1) * channels + at + channel;
   float last_tap = 0.0f, past[K3_KDA_MAX_KERNEL - 1] = {0}, tap[K3_KDA_MAX_KERNEL - 1] = {0};
   if (convolves) {
@@ -128,25 +128,25 @@ __global__ void __launch_bounds__(BLOCK, VALUES == 4 ? 6 : 2) kda_kernel(const K
       if (t < taps - 1) past[t] = __ldcg(window + t * channels), tap[t] = conv[t];
     last_tap = conv[taps - 1];
   }
+  const float *in = kind == 0 ? a.q : kind == 1 ? a.k : a.v;
+  const float bound = (float)a.gate_lower_bound, eps = (float)a.rms_norm_eps;
 
   /* 2. Convolutions and decays of this block's channels, to the whole cluster. */
   k3_wait();
   float f_a[1][KEYS], x = 0.0f, activated = 0.0f, z[VALUES] = {0}; /* all loads first: one trip to the L2 */
-  if (convolves) x = __ldcg((kind == 0 ? a.q : kind == 1 ? a.k : a.v) + at + channel);
-  if (a.f_b.codes) load_keys<KEYS, 1>(a.f_a, D, 1, lane, f_a);
-  const float decay = owns && !a.f_b.codes ? __ldcg(a.decay + at + own) : 0.0f, gate = owns ? __ldcg(a.gate + at + own) : 0.0f;
+  if (convolves) x = __ldcg(in + at + channel);
+  if (FIXED || a.f_b.codes) load_keys<KEYS, 1>(a.f_a, D, 1, lane, f_a);
+  const float decay = !FIXED && owns && !a.f_b.codes ? __ldcg(a.decay + at + own) : 0.0f;
+  const float gate = owns ? __ldcg(a.gate + at + own) : 0.0f;
   float beta = __ldcg(a.beta + head);
   if (convolves) {
     float sum = last_tap * x;
 #pragma unroll
     for (int t = 0; t < K3_KDA_MAX_KERNEL - 1; t++) sum += tap[t] * past[t];
     activated = sum * sigmoid(sum);
-#pragma unroll
-    for (int t = 0; t < K3_KDA_MAX_KERNEL - 1; t++)
-      if (t < taps - 1) window[t * channels] = t == taps - 2 ? x : past[t + 1 < K3_KDA_MAX_KERNEL - 1 ? t + 1 : t];
     if (kind == 2) v_tile[channel] = activated;
   }
-  if (a.f_b.codes) {
+  if (a.f_b.codes) { /* FIXED too: the branch keeps the decoding, which waits for the weights, behind the loads above */
 #pragma unroll
     for (int v = 0; v < VALUES; v++)
 #pragma unroll
@@ -157,7 +157,7 @@ __global__ void __launch_bounds__(BLOCK, VALUES == 4 ? 6 : 2) kda_kernel(const K
         for (int e = 0; e < 4; e++) z[v] += w[e] * f_a[0][i + e];
       }
   }
-  const float keep_own = expf((float)a.gate_lower_bound * sigmoid(expf(log_rate) * (warp_sum_of_one<VALUES>(z) + decay + bias)));
+  const float keep_own = expf(bound * sigmoid(expf(log_rate) * (warp_sum_of_one<VALUES>(z) + decay + bias)));
   cluster_wait();
   if (convolves && kind < 2)
 #pragma unroll
@@ -165,6 +165,10 @@ __global__ void __launch_bounds__(BLOCK, VALUES == 4 ? 6 : 2) kda_kernel(const K
   if (owns)
 #pragma unroll
     for (int r = 0; r < CLUSTER; r += LANES) send_to(keep_all + first + own, inputs, r + lane % LANES, keep_own);
+  if (convolves) /* while they travel */
+#pragma unroll
+    for (int t = 0; t < K3_KDA_MAX_KERNEL - 1; t++)
+      if (t < taps - 1) window[t * channels] = t == taps - 2 ? x : past[t + 1 < K3_KDA_MAX_KERNEL - 1 ? t + 1 : t];
   beta = sigmoid(beta);
   const float factor = gain * sigmoid(gate);
   __syncthreads(); /* v_tile */
@@ -207,7 +211,7 @@ __global__ void __launch_bounds__(BLOCK, VALUES == 4 ? 6 : 2) kda_kernel(const K
   barrier_wait(outputs, 0); /* all that others send to this block has come, so it may end */
 
   /* 4. The head's norm, and the output: the norm is a positive factor, so largest magnitudes may be taken before it. */
-  const float norm = rsqrtf(warp_sum(squares[lane]) / (float)D + (float)a.rms_norm_eps);
+  const float norm = rsqrtf(warp_sum(squares[lane]) / (float)D + eps);
   const int j = threadIdx.x;
   if (j >= count) return;
   const float value = out_all[first + j] * norm;
@@ -220,12 +224,12 @@ __global__ void __launch_bounds__(BLOCK, VALUES == 4 ? 6 : 2) kda_kernel(const K
   put_code(a.out, channels, at + j, value, largest);
 }
 
-template <int KEYS, int VALUES>
+template <int KEYS, int VALUES, int FIXED>
 const void *kernel_of(K3Type type)
 {
-  return type == K3_TYPE_Q8_0   ? (const void *)kda_kernel<KEYS, VALUES, K3_TYPE_Q8_0>
-         : type == K3_TYPE_BF16 ? (const void *)kda_kernel<KEYS, VALUES, K3_TYPE_BF16>
-                                : (const void *)kda_kernel<KEYS, VALUES, K3_TYPE_F32>;
+  return type == K3_TYPE_Q8_0   ? (const void *)kda_kernel<KEYS, VALUES, K3_TYPE_Q8_0, FIXED>
+         : type == K3_TYPE_BF16 ? (const void *)kda_kernel<KEYS, VALUES, K3_TYPE_BF16, FIXED>
+                                : (const void *)kda_kernel<KEYS, VALUES, K3_TYPE_F32, FIXED>;
 }
 
 K3Status check(const K3CudaKda *a)
@@ -249,7 +253,10 @@ K3Status check(const K3CudaKda *a)
 K3Status k3_cuda_kda(const K3CudaLaunch *launch, const K3CudaKda *arguments)
 {
   K3_TRY(check(arguments));
-  const void *kernel = arguments->head_dim <= 128 ? kernel_of<4, 4>(arguments->f_b.type) : kernel_of<8, 8>(arguments->f_b.type);
+  const int64_t D = arguments->head_dim;
+  const int fixed = D == 128 && arguments->kernel == FIXED_TAPS && arguments->f_b.codes;
+  const K3Type type = arguments->f_b.type;
+  const void *kernel = fixed ? kernel_of<4, 4, 1>(type) : D <= 128 ? kernel_of<4, 4, 0>(type) : kernel_of<8, 8, 0>(type);
   void *parameters[] = {const_cast<K3CudaKda *>(arguments)};
   return k3_cuda_launch_kernel(launch, "kda_kernel", kernel, (unsigned)(arguments->heads * CLUSTER), BLOCK, CLUSTER, 0,
                                parameters);
