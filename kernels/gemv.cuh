@@ -403,37 +403,6 @@ static __device__ __forceinline__ void fill_rms(const K3CudaInput &input, const 
   }
 }
 
-/* Can fill_rms_once do it: whole cells of four, the vector in AHEAD of them a thread and its normalised part in one. */
-static inline int fills_once(const K3CudaInput *input, int threads, int ahead)
-{
-  return input->n % 4 == 0 && input->full % 4 == 0 && input->offset % 4 == 0 && ((uintptr_t)input->vector.values & 15) == 0 &&
-         ((uintptr_t)input->norm & 15) == 0 && input->n <= 4 * threads && input->full <= 4 * threads * ahead;
-}
-
-static __device__ __forceinline__ float4 fetch_cell(const float *from, int cell, int n)
-{
-  return 4 * cell < n ? __ldcg((const float4 *)from + cell) : make_float4(0, 0, 0, 0);
-}
-
-/* The same in one trip to the L2 and little code; w: cell threadIdx.x of the norm's weights, fetched before. */
-template <int AHEAD>
-static __device__ __forceinline__ void fill_rms_once(const K3CudaInput &input, const SharedInput &in, float *scratch, float4 w)
-{
-  const int n = (int)input.n, full = (int)input.full;
-  const float4 x = fetch_cell(input.vector.values + input.offset, threadIdx.x, n);
-  float4 all[AHEAD];
-  float sum = 0;
-#pragma unroll
-  for (int r = 0; r < AHEAD; r++) all[r] = fetch_cell(input.vector.values, threadIdx.x + r * blockDim.x, full);
-#pragma unroll
-  for (int r = 0; r < AHEAD; r++)
-    sum = fmaf(all[r].x, all[r].x, fmaf(all[r].y, all[r].y, fmaf(all[r].z, all[r].z, fmaf(all[r].w, all[r].w, sum))));
-  const float scale = rsqrtf(block_sum(sum, scratch) / (float)full + input.eps);
-  if ((int)threadIdx.x * 4 >= (n + 127) / 128 * 128) return;
-  const float v[4] = {x.x * scale * w.x, x.y * scale * w.y, x.z * scale * w.z, x.w * scale * w.w};
-  put4(in, threadIdx.x * 4, v);
-}
-
 /* What is quantised already. */
 static __device__ __forceinline__ void fill_quantised(const K3CudaInput &input, const SharedInput &in)
 {

@@ -18,7 +18,7 @@ namespace {
 using namespace k3;
 
 enum { THREADS = 512, Q8_THREADS = 448, RMS_THREADS = 256, DEPTH = 6, STREAM_DEPTH = 4, TWO_BLOCKS_FROM = 10000000 /* bytes: measured */ };
-enum { COLUMN_THREADS = 448, COLUMN_PITCH = 17, COLUMN_ROWS = 128 /* of a block of linear_columns_kernel, at most */ };
+enum { COLUMN_THREADS = 448, COLUMN_PITCH = 17, COLUMN_DEPTH = 8, COLUMN_ROWS = 128 /* of a block of linear_columns_kernel, at most */ };
 enum { ROW_AHEAD = 4 }; /* loads of a longer vector a thread in linear_rows_kernel */
 
 struct Item {
@@ -94,67 +94,102 @@ __global__ void __launch_bounds__(THREADS, 2) linear_stream_kernel(const __grid_
   finish(gemv, in, item, (float *)(memory + a.shared.segments), begin, end);
 }
 
-/* One matrix of q8_0 so small that the warps of one grid hold it at once, all loads before the wait: a warp has GROUPS times as many
- * rows as a step takes, of CHUNKS steps each. */
-template <int KIND, int LANES_LOG, int GROUPS, int CHUNKS, int MOST_THREADS>
+/* Cell `cell` of a vector of n values from the L2, beyond it 0. Volatile: where it stands, with the others and ahead of their uses. */
+__device__ __forceinline__ float4 fetch_cell(const float *from, int cell, int n)
+{
+  float4 v = make_float4(0, 0, 0, 0);
+  asm volatile("{ .reg .pred there; setp.lt.s32 there, %4, %5;\n"
+               "@there ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%6]; }"
+               : "+f"(v.x), "+f"(v.y), "+f"(v.z), "+f"(v.w)
+               : "r"(4 * cell), "r"(n), "l"(from + 4 * cell));
+  return v;
+}
+
+/* One matrix of q8_0 so small that the warps of one grid hold it at once, all loads before the wait: a warp has ROWS rows, a lane CHUNKS
+ * cells of 16 columns of each. The block makes the codes of its input, a cell of four values a thread. RMS: the norm's scale is a factor of
+ * the sums, so that codes and squares need one trip to the L2 and one barrier. */
+template <int KIND, int ROWS, int CHUNKS, int MOST_THREADS>
 __global__ void __launch_bounds__(MOST_THREADS, 2) linear_rows_kernel(const __grid_constant__ Arguments a)
 {
-  extern __shared__ __align__(128) char memory[];
-  __shared__ float scratch[33];
-  constexpr int LANES = 1 << LANES_LOG, STEP_ROWS = 32 / LANES;
+  constexpr int MOST_WARPS = MOST_THREADS / 32;
+  __shared__ __align__(16) uint32_t high[128 * CHUNKS], low[128 * CHUNKS];
+  __shared__ __align__(16) float scales[16 * CHUNKS], squares[MOST_WARPS];
   const Item &item = a.items[0];
-  const int lane = threadIdx.x & 31, piece = lane % LANES;
-  const int row = (int)((blockIdx.x * blockDim.x + threadIdx.x) >> 5) * GROUPS * STEP_ROWS + lane / LANES;
-  const Parts parts = parts_of(item.matrix);
-  Q8Raw raw[GROUPS][CHUNKS];
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, cols = (int)a.input.n, pieces = cols / 16, full = (int)a.input.full;
+  const int row = (int)(blockIdx.x * (blockDim.x >> 5) + warp) * ROWS, own = row + lane * ROWS / 32; /* own: whose sum this lane stores */
+  const bool owns = lane % (32 / ROWS) == 0 && own < item.rows;
+  const uint8_t *codes = (const uint8_t *)item.matrix.codes + (int64_t)row * cols + 16 * lane;
+  const uint8_t *scale = (const uint8_t *)item.matrix.scale + ((int64_t)row * cols + 16 * lane) / 32 * 2;
+  Q8Raw raw[ROWS][CHUNKS];
 #pragma unroll
-  for (int g = 0; g < GROUPS; g++)
+  for (int i = 0; i < ROWS; i++, codes += cols, scale += cols / 16)
 #pragma unroll
     for (int c = 0; c < CHUNKS; c++) {
-      raw[g][c] = Q8Base::zero();
-      if (row + g * STEP_ROWS < item.rows)
-        raw[g][c] = Q8Base::load(parts, (row + g * STEP_ROWS) * CHUNKS * LANES + piece + c * LANES);
+      raw[i][c].w = make_uint4(0, 0, 0, 0);
+      load_if(raw[i][c], codes + 512 * c, scale + 32 * c, lane + 32 * c < pieces && row + i < item.rows);
     }
-  SharedInput in = shared_input(memory, a.shared);
-  const float4 norm = KIND == K3_INPUT_RMS ? fetch_cell(a.input.norm + a.input.offset, threadIdx.x, (int)a.input.n) : float4{};
+  const int offset = KIND == K3_INPUT_RMS ? (int)a.input.offset : 0;
+  const float4 norm = KIND == K3_INPUT_RMS ? fetch_cell(a.input.norm + offset, threadIdx.x, cols) : make_float4(1, 1, 1, 1);
   k3_wait_early();
-  float before[GROUPS], sum[GROUPS] = {0};
+  const float4 x = fetch_cell(a.input.vector.values + offset, threadIdx.x, cols);
+  float4 all[ROW_AHEAD];
+  if (KIND == K3_INPUT_RMS)
 #pragma unroll
-  for (int g = 0; g < GROUPS; g++)
-    before[g] = item.add && piece == 0 && row + g * STEP_ROWS < item.rows ? __ldcg(item.y + row + g * STEP_ROWS) : 0.0f;
-  if (KIND == K3_INPUT_RMS) fill_rms_once<ROW_AHEAD>(a.input, in, scratch, norm);
-  else fill_values(a.input, in);
+    for (int r = 0; r < ROW_AHEAD; r++) all[r] = fetch_cell(a.input.vector.values, threadIdx.x + r * blockDim.x, full);
+  const float before = item.add && owns ? __ldcg(item.y + own) : 0.0f;
+  const float v[4] = {x.x * norm.x, x.y * norm.y, x.z * norm.z, x.w * norm.w};
+  float block_scale, unused;
+  const Codes4 four = quantise4(v, false, &block_scale, &unused);
+  if (threadIdx.x < cols / 4) {
+    high[threadIdx.x] = four.high;
+    low[threadIdx.x] = four.low;
+    if ((threadIdx.x & 7) == 0) scales[threadIdx.x / 8] = block_scale;
+  }
+  if (KIND == K3_INPUT_RMS) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int r = 0; r < ROW_AHEAD; r++)
+      sum = fmaf(all[r].x, all[r].x, fmaf(all[r].y, all[r].y, fmaf(all[r].z, all[r].z, fmaf(all[r].w, all[r].w, sum))));
+    /* exact is 0: a use that keeps the load of `before` among the others; it would go out last and be waited for with the weights */
+    sum = warp_sum(__uint_as_float(__float_as_uint(sum) | (__float_as_uint(before) & (uint32_t)a.exact)));
+    if (lane == 0) squares[warp] = sum;
+  }
   __syncthreads();
+  const SharedInput none = {};
+  float part[ROWS] = {0};
 #pragma unroll
   for (int c = 0; c < CHUNKS; c++) {
-    const Q8Int::X x = Q8Int::load_x(in, piece + c * LANES);
+    const int piece = min(lane + 32 * c, pieces - 1); /* the weights beyond are 0 */
+    const Q8Int::X cell{((const int4 *)high)[piece], ((const int4 *)low)[piece], scales[piece / 2]};
 #pragma unroll
-    for (int g = 0; g < GROUPS; g++) sum[g] += Q8Int::dot(raw[g][c], x, in);
+    for (int i = 0; i < ROWS; i++) part[i] += Q8Int::dot(raw[i][c], cell, none);
   }
+  float one = warp_sum_of_one<ROWS>(part);
+  if (KIND == K3_INPUT_RMS) {
+    float square = 0.0f;
 #pragma unroll
-  for (int o = LANES / 2; o; o >>= 1)
-#pragma unroll
-    for (int g = 0; g < GROUPS; g++) sum[g] += __shfl_xor_sync(0xffffffffu, sum[g], o);
-#pragma unroll
-  for (int g = 0; g < GROUPS; g++)
-    if (piece == 0 && row + g * STEP_ROWS < item.rows) item.y[row + g * STEP_ROWS] = sum[g] + before[g];
+    for (int w = 0; w < MOST_WARPS; w++) square += w < (int)(blockDim.x >> 5) ? squares[w] : 0.0f;
+    one *= rsqrtf(__fdividef(square, (float)full) + a.input.eps);
+  }
+  if (owns) item.y[own] = one + before;
 }
 
 /* One matrix of q8_0 whose rows are whole warps, a quantised input: a warp has 512 columns of every row of its block, so that its part
- * of the input stays in registers. Rows go to the blocks in turn: all blocks read neighbouring rows at a time. */
-template <int DEPTH>
+ * of the input stays in registers. Rows go to the blocks in turn: all blocks read neighbouring rows at a time.
+ * WARPS: of a block (Kimi K3: 14), or 0 for any number. HELD: a block has COLUMN_DEPTH rows at most, all under way before the wait. */
+template <int WARPS, int HELD>
 __global__ void __launch_bounds__(COLUMN_THREADS, 2) linear_columns_kernel(const __grid_constant__ Arguments a)
 {
   extern __shared__ __align__(128) char memory[];
   float *parts = (float *)memory; /* [rows of the block][COLUMN_PITCH], a warp each */
   const Item &item = a.items[0];
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5, cell = threadIdx.x;
-  const int rows = (int)a.share + (blockIdx.x < a.rest), cols = (int)a.input.n, step = gridDim.x * cols;
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = WARPS ? WARPS : blockDim.x >> 5, cell = threadIdx.x;
+  const int rows = (int)a.share + (blockIdx.x < a.rest), cols = WARPS ? 512 * WARPS : (int)a.input.n, step = gridDim.x * cols;
   const uint8_t *codes = (const uint8_t *)item.matrix.codes + (int64_t)blockIdx.x * cols + 16 * cell;
   const uint8_t *scale = (const uint8_t *)item.matrix.scale + ((int64_t)blockIdx.x * cols + 16 * cell) / 32 * 2;
-  Q8Raw ring[DEPTH];
+  Q8Raw ring[COLUMN_DEPTH];
 #pragma unroll
-  for (int i = 0; i < DEPTH; i++, codes += step, scale += step / 16) {
+  for (int i = 0; i < COLUMN_DEPTH; i++, codes += step, scale += step / 16) {
     ring[i].w = make_uint4(0, 0, 0, 0);
     load_if(ring[i], codes, scale, i < rows);
   }
@@ -164,21 +199,22 @@ __global__ void __launch_bounds__(COLUMN_THREADS, 2) linear_columns_kernel(const
   const int own = threadIdx.x; /* a row, at the end */
   float before = item.add && own < rows ? __ldcg(item.y + blockIdx.x + own * gridDim.x) : 0.0f;
   const SharedInput none = {};
-  for (int row = 0; row < rows; row += DEPTH) {
-    float sum[DEPTH];
+  for (int row = 0; row < rows; row += COLUMN_DEPTH) {
+    float sum[COLUMN_DEPTH];
 #pragma unroll
-    for (int i = 0; i < DEPTH; i++, codes += step, scale += step / 16) {
+    for (int i = 0; i < COLUMN_DEPTH; i++, codes += step, scale += step / 16) {
       sum[i] = Q8Int::dot(ring[i], x, none);
-      load_if(ring[i], codes, scale, row + i + DEPTH < rows);
+      if (!HELD) load_if(ring[i], codes, scale, row + i + COLUMN_DEPTH < rows);
     }
-    const int at = row + lane * DEPTH / 32;
-    const float one = warp_sum_of_one<DEPTH>(sum);
-    if (lane % (32 / DEPTH) == 0 && at < rows) parts[at * COLUMN_PITCH + warp] = one;
+    const int at = row + lane * COLUMN_DEPTH / 32;
+    const float one = warp_sum_of_one<COLUMN_DEPTH>(sum);
+    if (lane % (32 / COLUMN_DEPTH) == 0 && at < rows) parts[at * COLUMN_PITCH + warp] = one;
   }
   __syncthreads();
   for (int row = own; row < rows; row += blockDim.x) {
     if (item.add && row != own) before = __ldcg(item.y + blockIdx.x + row * gridDim.x);
     float sum = before;
+#pragma unroll(WARPS ? WARPS : 4)
     for (int w = 0; w < warps; w++) sum += parts[row * COLUMN_PITCH + w];
     item.y[blockIdx.x + row * gridDim.x] = sum;
   }
@@ -311,18 +347,24 @@ struct Form {
   int threads, shared_bytes; /* 0: of the plan for all */
 };
 
-/* A form of linear_rows_kernel, where it holds the matrix at once. */
-template <K3CudaInputKind KIND, int LANES_LOG, int GROUPS, int CHUNKS, int MOST_THREADS>
+/* A form of linear_rows_kernel, where it holds the matrix at once, and its blocks the input in one round. */
+template <K3CudaInputKind KIND, int ROWS, int CHUNKS, int MOST_THREADS>
 static Form rows_form(const K3CudaLaunch *launch, const Arguments *a)
 {
-  const Tiling t = a->items[0].tiling;
-  const int rows = GROUPS * 32 >> LANES_LOG, warps = (a->items[0].rows + rows - 1) / rows, most = MOST_THREADS / 32;
-  if (a->input.kind != KIND || t.lanes_log != LANES_LOG || t.pieces != CHUNKS << LANES_LOG || warps > launch->sm_count * 2 * most)
+  const K3CudaInput *in = &a->input;
+  const int warps = (a->items[0].rows + ROWS - 1) / ROWS, most = MOST_THREADS / 32;
+  if (in->kind != KIND || in->n % 32 || in->n > 512 * CHUNKS || in->n <= 512 * (CHUNKS - 1) || warps > launch->sm_count * 2 * most)
     return Form{};
-  int each = (warps + launch->sm_count - 1) / launch->sm_count; /* warps a block */
-  each = each > most ? most : each < 4 ? 4 : each;
-  if (KIND == K3_INPUT_RMS && !fills_once(&a->input, 32 * each, ROW_AHEAD)) return Form{};
-  return Form{(const void *)linear_rows_kernel<KIND, LANES_LOG, GROUPS, CHUNKS, MOST_THREADS>, "linear_rows_kernel",
+  uintptr_t bits = (uintptr_t)in->vector.values;
+  int64_t least = (in->n + 127) / 128; /* warps of a block: 128 values a round each */
+  if (KIND == K3_INPUT_RMS) {
+    bits |= (uintptr_t)in->norm | (uintptr_t)(in->full % 4 | in->offset % 4) * 4;
+    if (least * ROW_AHEAD * 128 < in->full) least = (in->full + ROW_AHEAD * 128 - 1) / (ROW_AHEAD * 128);
+  }
+  if (least > most || bits % 16) return Form{};
+  int each = (warps + launch->sm_count - 1) / launch->sm_count;
+  each = 2 * each > most ? most : each < least ? (int)least : each; /* full blocks leave multiprocessors to the successors */
+  return Form{(const void *)linear_rows_kernel<KIND, ROWS, CHUNKS, MOST_THREADS>, "linear_rows_kernel",
               (unsigned)((warps + each - 1) / each), 32 * each, 0};
 }
 
@@ -332,17 +374,20 @@ static Form columns_form(const Arguments *a, unsigned grid)
   const int64_t n = a->input.n, rows = (a->items[0].rows + grid - 1) / grid;
   if (a->input.kind != K3_INPUT_QUANTISED || n % 512 || n > 16 * COLUMN_THREADS || n < 8 * COLUMN_THREADS || rows < 2 || rows > COLUMN_ROWS)
     return Form{};
-  if (rows <= 8) grid = (unsigned)((a->items[0].rows + rows - 1) / rows); /* a whole share a block, all under way before the wait */
-  return Form{rows <= 8 ? (const void *)linear_columns_kernel<8> : (const void *)linear_columns_kernel<4>, "linear_columns_kernel", grid,
-              (int)n / 16, (int)rows * COLUMN_PITCH * 4};
+  constexpr int WARPS = COLUMN_THREADS / 32;
+  const bool held = rows <= COLUMN_DEPTH;
+  if (held) grid = (unsigned)((a->items[0].rows + rows - 1) / rows); /* a whole share a block */
+  const void *function = held ? (const void *)linear_columns_kernel<0, 1> : (const void *)linear_columns_kernel<0, 0>;
+  if (n == 512 * WARPS) function = held ? (const void *)linear_columns_kernel<WARPS, 1> : (const void *)linear_columns_kernel<WARPS, 0>;
+  return Form{function, "linear_columns_kernel", grid, (int)n / 16, (int)rows * COLUMN_PITCH * 4};
 }
 
 /* The forms of o_proj, of routed_up and of the products behind a norm of a rank of eight of Kimi K3. */
 static Form find_form(const K3CudaLaunch *launch, const Arguments *a, unsigned grid)
 {
   Form form = columns_form(a, grid);
-  if (!form.function) form = rows_form<K3_INPUT_VALUES, 5, 2, 3, THREADS>(launch, a);
-  if (!form.function) form = rows_form<K3_INPUT_RMS, 2, 1, 7, RMS_THREADS>(launch, a);
+  if (!form.function) form = rows_form<K3_INPUT_VALUES, 2, 3, THREADS>(launch, a);
+  if (!form.function) form = rows_form<K3_INPUT_RMS, 8, 1, RMS_THREADS>(launch, a);
   return form;
 }
 
