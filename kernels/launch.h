@@ -9,8 +9,9 @@
  * where k3_wait() (kernels/wait.cuh) is cudaGridDependencySynchronize() and then
  * cudaTriggerProgrammaticLaunchCompletion(), in this order and in every block. As the trigger comes after the wait, the
  * successor of such a kernel knows when it starts that all kernels but its immediate predecessor are complete. Kernels whose
- * successors read nothing but weights before their wait (the norm, the products) call k3_wait_early(), the other order, which
- * promises nothing at the start; the wait itself always means that all kernels before are complete.
+ * successors read nothing but weights before their wait (the norm, the products, attention's combine) call k3_wait_early(), the
+ * other order, which promises nothing at the start; the wait itself always means that all kernels before are complete. (The merge
+ * reads gates too: they are older than the slices' wait, and combine starts behind that.)
  * What may be read before the wait beside weights was written at least two kernels earlier, with a k3_wait() kernel between: the norm's
  * early vectors (K3CudaNorm.early), and what the step before wrote (KDA's state and window, rows of the cache but the newest). Data of a predecessor
  * are read with __ldcg (L2), never through L1 or the read-only path. */

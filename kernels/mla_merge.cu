@@ -1,8 +1,8 @@
 /* Partials to one partial a head, and partials to the attention output. Layer: backend (CUDA).
  * Twins: k3_host_mla_merge, and W_v with the gate of the host's MLA layer.
  *
- * combine  Grid heads × ceil(C / 128); 256 threads: 8 parts at a time, 4 columns a thread.
- *          Reads parts · heads · C numbers once (96 heads, 64 slices, 16 bit: 6.3 MB, from L2). Bound: latency.
+ * combine  Grid heads × ceil(C / 128); 128 threads: three warps add up, 16 bytes of a part a lane, while the fourth makes the parts' weights.
+ *          Reads parts · heads · C numbers once (96 heads, 64 slices, 16 bit: 6.3 MB, from L2). Bound: the L2, 1.1 us of it.
  * merge    Grid heads clusters of 8 blocks: a block merges C/8 columns over all parts, gives them to the cluster, then
  *          multiplies v/8 rows of W_v. Reads the parts once, the v rows of kv_b once. Bound: latency.
  * Nothing here is sized by the number of parts. */
@@ -99,57 +99,109 @@ __device__ __forceinline__ float4 merge_columns(const K3CudaPartials &in, int64_
   }
 }
 
-constexpr int COMBINE_COLS = 128;
+/* Of the combine: warps that add up, beside one that weighs; columns of a block; parts a thread has at a time: 66 of f16 a block, which is as
+ * many slices as two passes of heads leave on 132 multiprocessors. */
+constexpr int COMBINE_WARPS = 3, COMBINE_BLOCK = 32 * (COMBINE_WARPS + 1), COMBINE_COLS = COMBINE_BLOCK, COMBINE_AHEAD = 11;
 /* Not used: room for three blocks on a multiprocessor. As many as fit would crowd onto the first that the slices leave. */
-constexpr int COMBINE_SHARED = 36 << 10;
+constexpr int COMBINE_SHARED = 38 << 10;
 
 template <K3CudaCacheType TYPE>
-__global__ void __launch_bounds__(BLOCK, 3) mla_combine_kernel(const K3CudaMlaCombine a)
+__global__ void __launch_bounds__(COMBINE_BLOCK, 5) mla_combine_kernel(const __grid_constant__ K3CudaMlaCombine a)
 {
-  __shared__ float4 partial[WARPS][32];
-  const unsigned tiles = (unsigned)((a.latent + COMBINE_COLS - 1) / COMBINE_COLS), head = blockIdx.x / tiles;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int64_t col = blockIdx.x % tiles * COMBINE_COLS + 4 * lane;
-  const float *ms = a.in.m + head * a.in.head_stride, *ls = a.in.l + head * a.in.head_stride;
-  float M = K3_CUDA_EMPTY_M, L = 0.0f;
-  float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-  k3_wait();
-  for (int64_t p0 = 0; p0 < a.in.parts; p0 += 64) { /* a lane weighs parts lane and lane + 32, a warp adds up every 8th */
-    float m[2], l[2];
-    Columns<TYPE> stored[64 / WARPS];
+  constexpr int BYTES = TYPE == K3_CACHE_F32 ? 4 : 2, PER = 16 / BYTES, LANES = COMBINE_COLS / PER; /* of a part */
+  constexpr int BESIDE = 32 / LANES, STEP = COMBINE_WARPS * BESIDE, ROUND = COMBINE_AHEAD * STEP, WEIGHED = (ROUND + 31) / 32;
+  __shared__ __align__(16) float partial[COMBINE_WARPS][COMBINE_COLS];
+  __shared__ float weights[2][32 * WEIGHED + 1]; /* of a round's parts, and of what is summed already; in turn */
+  const unsigned tiles = (unsigned)((a.latent + COMBINE_COLS - 1) / COMBINE_COLS), head = blockIdx.x / tiles, tile = blockIdx.x - head * tiles;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first = (int)tile * COMBINE_COLS, parts = (int)a.in.parts;
+
+  if (warp == COMBINE_WARPS) { /* a lane weighs every 32nd part of a round */
+    const float *ms = a.in.m + head * a.in.head_stride, *ls = a.in.l + head * a.in.head_stride, *at[WEIGHED];
+    const uint32_t stride = (uint32_t)a.in.part_stride;
+    float M = K3_CUDA_EMPTY_M, L = 0.0f; /* L: of this lane's parts */
 #pragma unroll
-    for (int i = 0; i < 64 / WARPS; i++) {
-      const int64_t p = p0 + warp + WARPS * i;
-      stored[i].load(a.in.acc, p * a.in.acc_stride + head * a.latent + col, p < a.in.parts && col < a.latent);
+    for (int i = 0; i < WEIGHED; i++) at[i] = ms + (uint64_t)stride * (uint32_t)min(lane + 32 * i, parts - 1);
+#pragma unroll
+    for (int i = 0; i < WEIGHED; i++) asm volatile("" : "+l"(at[i]));
+    k3_wait_in_place<true>(parts < 0);
+#pragma unroll 1
+    for (int base = 0, turn = 0;; turn ^= 1) {
+      float m[WEIGHED], l[WEIGHED], top = M;
+#pragma unroll
+      for (int i = 0; i < WEIGHED; i++) m[i] = __ldcg(at[i]);
+#pragma unroll
+      for (int i = 0; i < WEIGHED; i++) l[i] = __ldcg(ls + (at[i] - ms));
+#pragma unroll
+      for (int i = 0; i < WEIGHED; i++) {
+        if (lane + 32 * i >= min(parts - base, ROUND)) m[i] = K3_CUDA_EMPTY_M, l[i] = 0.0f;
+        top = fmaxf(top, m[i]);
+      }
+      top = warp_max(top);
+      const float keep = exp2f(M - top);
+      M = top, L *= keep;
+#pragma unroll
+      for (int i = 0; i < WEIGHED; i++) {
+        m[i] = exp2f(m[i] - top), L += l[i] * m[i];
+        weights[turn][lane + 32 * i] = m[i]; /* past the last part: 0 */
+      }
+      if (lane == 0) weights[turn][32 * WEIGHED] = keep;
+      __syncthreads();
+      if ((base += ROUND) >= parts) break;
+#pragma unroll
+      for (int i = 0; i < WEIGHED; i++) at[i] = ms + (uint64_t)stride * (uint32_t)min(base + lane + 32 * i, parts - 1);
+    }
+    L = warp_sum(L);
+    if (lane == 0 && tile == 0) a.m[head] = M, a.l[head] = L;
+  } else { /* every STEP-th part; past the last one that again */
+    const int part = warp * BESIDE + lane / LANES, col = min(first + lane % LANES * PER, (int)a.latent - PER);
+    const char *acc = (const char *)a.in.acc + (head * a.latent + col) * BYTES, *at[COMBINE_AHEAD];
+    const uint32_t stride = (uint32_t)a.in.acc_stride * BYTES;
+    float sum[PER] = {0.0f};
+#pragma unroll
+    for (int i = 0; i < COMBINE_AHEAD; i++) at[i] = acc + (uint64_t)stride * (uint32_t)min(part + i * STEP, parts - 1);
+#pragma unroll
+    for (int i = 0; i < COMBINE_AHEAD; i++) asm volatile("" : "+l"(at[i]));
+    k3_wait_in_place<true>(parts < 0);
+    for (int base = 0, turn = 0;; turn ^= 1) {
+      uint4 stored[COMBINE_AHEAD];
+#pragma unroll
+      for (int i = 0; i < COMBINE_AHEAD; i++) stored[i] = __ldcg((const uint4 *)at[i]);
+      base += ROUND;
+      __syncthreads();
+      const float *w = weights[turn], keep = w[32 * WEIGHED];
+#pragma unroll
+      for (int k = 0; k < PER; k++) sum[k] *= keep;
+#pragma unroll
+      for (int i = 0; i < COMBINE_AHEAD; i++) {
+        const float f = w[i * STEP + part];
+        const uint32_t word[4] = {stored[i].x, stored[i].y, stored[i].z, stored[i].w};
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+          if constexpr (TYPE == K3_CACHE_F32) {
+            sum[k] += __uint_as_float(word[k]) * f;
+          } else {
+            const float2 pair = __half22float2(*(const __half2 *)&word[k]);
+            sum[2 * k] += pair.x * f, sum[2 * k + 1] += pair.y * f;
+          }
+        }
+      }
+      if (base >= parts) break;
+#pragma unroll
+      for (int i = 0; i < COMBINE_AHEAD; i++) at[i] = acc + (uint64_t)stride * (uint32_t)min(base + part + i * STEP, parts - 1);
     }
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-      const int64_t p = p0 + lane + 32 * i;
-      m[i] = p < a.in.parts ? __ldcg(ms + p * a.in.part_stride) : K3_CUDA_EMPTY_M;
-      l[i] = p < a.in.parts ? __ldcg(ls + p * a.in.part_stride) : 0.0f;
-    }
-    const float top = fmaxf(M, warp_max(fmaxf(m[0], m[1]))), keep = exp2f(M - top);
-    const float w[2] = {exp2f(m[0] - top), exp2f(m[1] - top)};
-    L = L * keep + warp_sum(l[0] * w[0] + l[1] * w[1]);
-    M = top;
-    sum.x *= keep, sum.y *= keep, sum.z *= keep, sum.w *= keep;
+    for (int step = LANES; step < 32; step *= 2)
 #pragma unroll
-    for (int i = 0; i < 64 / WARPS; i++) {
-      const float f = __shfl_sync(~0u, w[WARPS * i / 32], warp + WARPS * i % 32);
-      const float4 c = stored[i].decode();
-      sum.x += c.x * f, sum.y += c.y * f, sum.z += c.z * f, sum.w += c.w * f;
-    }
+      for (int k = 0; k < PER; k++) sum[k] += __shfl_xor_sync(~0u, sum[k], step);
+    if (lane < LANES)
+#pragma unroll
+      for (int k = 0; k < PER; k += 4) *(float4 *)&partial[warp][lane * PER + k] = make_float4(sum[k], sum[k + 1], sum[k + 2], sum[k + 3]);
   }
-  partial[warp][lane] = sum;
   __syncthreads();
-  if (warp != 0) return;
+  float all = 0.0f;
 #pragma unroll
-  for (int i = 1; i < WARPS; i++) {
-    const float4 other = partial[i][lane];
-    sum.x += other.x, sum.y += other.y, sum.z += other.z, sum.w += other.w;
-  }
-  if (col < a.latent) *(float4 *)(a.acc + head * a.latent + col) = sum;
-  if (blockIdx.x % tiles == 0 && lane == 0) a.m[head] = M, a.l[head] = L;
+  for (int i = 0; i < COMBINE_WARPS; i++) all += partial[i][threadIdx.x];
+  if (first + (int)threadIdx.x < (int)a.latent) a.acc[head * a.latent + first + threadIdx.x] = all;
 }
 
 constexpr int MAX_LATENT = 1024, MAX_V = 256; /* static shared memory of the merge */
@@ -282,10 +334,14 @@ K3Status check_partials(const char *name, const K3CudaPartials *in, int64_t head
 K3Status k3_cuda_mla_combine(const K3CudaLaunch *launch, const K3CudaMlaCombine *a)
 {
   K3_TRY(check_partials("mla_combine", &a->in, a->heads, a->latent));
-  const int64_t tiles = (a->latent + COMBINE_COLS - 1) / COMBINE_COLS;
+  const int64_t tiles = (a->latent + COMBINE_COLS - 1) / COMBINE_COLS, per = a->in.type == K3_CACHE_F32 ? 4 : 8;
+  if (a->latent % per != 0 || a->in.acc_stride % per != 0 || a->in.acc_stride * 4 > UINT32_MAX || a->in.part_stride > UINT32_MAX ||
+      a->in.parts > INT32_MAX)
+    K3_FAIL(K3_ERR_INPUT, "mla_combine: C %lld, %lld parts, strides %lld and %lld; C and the first stride are multiples of %lld, all of 32 bits",
+            (long long)a->latent, (long long)a->in.parts, (long long)a->in.acc_stride, (long long)a->in.part_stride, (long long)per);
   void *parameters[] = {const_cast<K3CudaMlaCombine *>(a)};
   return k3_cuda_launch_kernel(launch, "mla_combine_kernel", K3_KERNEL_OF(mla_combine_kernel, a->in.type),
-                               (unsigned)(a->heads * tiles), BLOCK, 1, COMBINE_SHARED, parameters);
+                               (unsigned)(a->heads * tiles), COMBINE_BLOCK, 1, COMBINE_SHARED, parameters);
 }
 
 K3Status k3_cuda_mla_merge(const K3CudaLaunch *launch, const K3CudaMlaMerge *a)
