@@ -123,7 +123,7 @@ K3Status k3_cuda_mla_combine(const K3CudaLaunch *launch, const K3CudaMlaCombine 
 /* parts → attention output of this rank's heads.
  * in   in     parts over slices or ranks; heads of this rank
  * in   kv_b   as in prepare: the v rows are used
- * in   gate   [heads, v] f32  W_g x, before the sigmoid
+ * in   gate   [heads, v] f32  W_g x, before the sigmoid. Read before k3_wait(): written at least two launches earlier
  * out  out    values [heads, v] f32: (Wv_h Σ) ⊙ sigmoid(gate);  codes, scales: the same quantised (see weights.h);
  *             NULL: left out. Codes need v a multiple of 32.
  * Twin: k3_host_mla_merge and what follows it in the host's MLA layer. */

@@ -4,7 +4,8 @@
  * combine  Grid heads × ceil(C / 128); 128 threads: three warps add up, 16 bytes of a part a lane, while the fourth makes the parts' weights.
  *          Reads parts · heads · C numbers once (96 heads, 64 slices, 16 bit: 6.3 MB, from L2). Bound: the L2, 1.1 us of it.
  * merge    Grid heads clusters of 8 blocks: a block merges C/8 columns over all parts, gives them to the cluster, then
- *          multiplies v/8 rows of W_v. Reads the parts once, the v rows of kv_b once. Bound: latency.
+ *          multiplies v/8 rows of W_v. Reads the parts once, the v rows of kv_b once. Bound: latency. A kernel of its own for the
+ *          partials of up to 16 ranks at C 512, v 128.
  * Nothing here is sized by the number of parts. */
 #include <cuda_runtime.h>
 #include <math.h>
@@ -206,6 +207,7 @@ __global__ void __launch_bounds__(COMBINE_BLOCK, 5) mla_combine_kernel(const __g
 
 constexpr int MAX_LATENT = 1024, MAX_V = 256; /* static shared memory of the merge */
 constexpr int GROUPS = 16;                    /* 4-column groups of a pass of the merge; 16 parts at a time */
+constexpr int RANKS_PARTS = 16, RANKS_LATENT = 512, RANKS_V = 128; /* of mla_merge_ranks_kernel */
 
 /* W_v rows of one warp: row `row` and, 8 on, a second; columns 8 lane + 256 i. */
 template <K3Type TYPE>
@@ -224,6 +226,18 @@ __device__ __forceinline__ void load_rows(const K3CudaMlaMerge &a, int64_t top, 
   for (int r = 0; r < 2; r++)
 #pragma unroll
     for (int i = 0; i < 2; i++) stored[r][i].decode(w[r][i]);
+}
+
+/* Outputs row_begin … row_end - 1 of a head as codes, per 32 of them. */
+__device__ __forceinline__ void put_codes(const K3CudaMlaMerge &a, const float *out_all, int64_t head, int64_t row_begin, int64_t row_end)
+{
+  for (int64_t at = row_begin + threadIdx.x; at < row_end; at += BLOCK) {
+    const int64_t group = at / 32 * 32;
+    float largest = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 32; i++) largest = k3::max_nan(largest, fabsf(out_all[group + i]));
+    put_code(a.out, a.heads * a.v_dim, head * a.v_dim + at, out_all[at], largest);
+  }
 }
 
 template <K3CudaCacheType TYPE>
@@ -307,15 +321,83 @@ __global__ void __launch_bounds__(BLOCK) mla_merge_kernel(const K3CudaMlaMerge a
   }
   if (!a.out.codes) return; /* what others send came before `inputs` completed */
   barrier_wait(outputs, 0);
+  put_codes(a, out_all, head, row_begin, row_end); /* 3. */
+}
 
-  /* 3. codes, per 32 of the head's outputs */
-  for (int64_t at = row_begin + threadIdx.x; at < row_end; at += BLOCK) {
-    const int64_t group = at / 32 * 32;
-    float largest = 0.0f;
-#pragma unroll
-    for (int i = 0; i < 32; i++) largest = k3::max_nan(largest, fabsf(out_all[group + i]));
-    put_code(a.out, a.heads * a.v_dim, head * a.v_dim + at, out_all[at], largest);
+/* The same for partials of up to 16 ranks in float32, C 512, v 128: a part a half-warp, and little code behind the wait. */
+template <K3Type TYPE>
+__global__ void __launch_bounds__(BLOCK, 4) mla_merge_ranks_kernel(const __grid_constant__ K3CudaMlaMerge a)
+{
+  constexpr int LATENT = RANKS_LATENT, V = RANKS_V, COLS = LATENT / CLUSTER, ROWS = V / CLUSTER;
+  static_assert(COLS == 4 * GROUPS && ROWS == 2 * WARPS && RANKS_PARTS == BLOCK / GROUPS && LATENT == 512, "what a thread does");
+  __shared__ __align__(16) float merged[LATENT];
+  __shared__ float4 partial[WARPS][GROUPS];
+  __shared__ float out_all[V];
+  __shared__ __align__(8) uint64_t exchanged[2];
+  const uint32_t inputs = shared_address(&exchanged[0]), outputs = shared_address(&exchanged[1]);
+  if (threadIdx.x == 0) {
+    barrier_init(inputs, 1), barrier_init(outputs, 1);
+    barrier_init_fence();
+    barrier_expect(inputs, 4 * LATENT);
+    barrier_expect(outputs, 4 * V);
   }
+  cluster_arrive();
+  const int rank = blockIdx.x % CLUSTER, head = blockIdx.x / CLUSTER, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int parts = (int)a.in.parts, part = threadIdx.x / GROUPS, row = rank * ROWS + warp + WARPS * (lane % 2);
+
+  /* 1. what does not depend on the launch before: W_v, not decoded before the wait, which would wait for it; the gates; addresses */
+  StoredWeights<TYPE, 8> stored[2][2];
+#pragma unroll
+  for (int r = 0; r < 2; r++)
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+      stored[r][i].load(a.kv_b, head * (a.nope + V) + a.nope + rank * ROWS + warp + WARPS * r, 8 * lane + 256 * i, true);
+  const float gate = __ldcg(a.gate + head * V + row);
+  const float *acc = (const float *)a.in.acc + part * a.in.acc_stride + head * LATENT + rank * COLS + 4 * (threadIdx.x % GROUPS);
+  const float *ms = a.in.m + head * a.in.head_stride + lane * a.in.part_stride, *ls = a.in.l + (ms - a.in.m);
+  k3_wait_in_place<false>(parts < 0);
+
+  /* 2. this block's columns over all parts, divided by Σ l, to the whole cluster */
+  const float m = lane < parts ? __ldcg(ms) : K3_CUDA_EMPTY_M, l = lane < parts ? __ldcg(ls) : 0.0f;
+  float4 sum = part < parts ? __ldcg((const float4 *)acc) : make_float4(0, 0, 0, 0);
+  const float w = exp2f(m - warp_max(m)), L = warp_sum(l * w), mine = __shfl_sync(~0u, w, part);
+  sum.x *= mine, sum.y *= mine, sum.z *= mine, sum.w *= mine;
+  sum.x += __shfl_xor_sync(~0u, sum.x, 16), sum.y += __shfl_xor_sync(~0u, sum.y, 16);
+  sum.z += __shfl_xor_sync(~0u, sum.z, 16), sum.w += __shfl_xor_sync(~0u, sum.w, 16);
+  if (lane < GROUPS) partial[warp][lane] = sum;
+  __syncthreads();
+  cluster_wait();
+  const int col = threadIdx.x % COLS;
+  float total = 0.0f;
+#pragma unroll
+  for (int i = 0; i < WARPS; i++) total += ((const float *)partial[i])[col];
+  total *= L == 0.0f ? 0.0f : __fdividef(1.0f, L); /* no rows at all: 0; NaN stays NaN */
+#pragma unroll
+  for (int r = 0; r < CLUSTER; r += BLOCK / COLS) send_to(merged + rank * COLS + col, inputs, r + threadIdx.x / COLS, total);
+
+  /* 3. rows of W_v, two a warp; the gate; to the cluster for the scale of their codes */
+  float weight[2][2][8], o[2] = {0.0f, 0.0f};
+#pragma unroll
+  for (int r = 0; r < 2; r++)
+#pragma unroll
+    for (int i = 0; i < 2; i++) stored[r][i].decode(weight[r][i]);
+  barrier_wait(inputs, 0);
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    const float4 lo = *(const float4 *)(merged + 8 * lane + 256 * i), hi = *(const float4 *)(merged + 8 * lane + 256 * i + 4);
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      o[r] += weight[r][i][0] * lo.x + weight[r][i][1] * lo.y + weight[r][i][2] * lo.z + weight[r][i][3] * lo.w;
+      o[r] += weight[r][i][4] * hi.x + weight[r][i][5] * hi.y + weight[r][i][6] * hi.z + weight[r][i][7] * hi.w;
+    }
+  }
+  warp_sums<2>(o);
+  const float value = (lane % 2 ? o[1] : o[0]) * sigmoid(gate);
+  if (lane < 2) a.out.values[head * V + row] = value;
+  if (!a.out.codes) return; /* what others send came before `inputs` completed */
+  if (lane < 2 * CLUSTER) send_to(out_all + row, outputs, lane / 2, value);
+  barrier_wait(outputs, 0);
+  put_codes(a, out_all, head, rank * ROWS, rank * ROWS + ROWS);
 }
 
 K3Status check_partials(const char *name, const K3CudaPartials *in, int64_t heads, int64_t latent)
@@ -358,6 +440,12 @@ K3Status k3_cuda_mla_merge(const K3CudaLaunch *launch, const K3CudaMlaMerge *a)
   if (a->out.codes && a->v_dim % 32 != 0)
     K3_FAIL(K3_ERR_INPUT, "mla_merge: quantised output needs v_head_dim a multiple of 32, got %lld", (long long)a->v_dim);
   void *parameters[] = {const_cast<K3CudaMlaMerge *>(a)};
+  if (a->in.type == K3_CACHE_F32 && a->in.parts <= RANKS_PARTS && a->latent == RANKS_LATENT && a->v_dim == RANKS_V) {
+    const void *kernel = a->kv_b.type == K3_TYPE_F32    ? (const void *)mla_merge_ranks_kernel<K3_TYPE_F32>
+                         : a->kv_b.type == K3_TYPE_BF16 ? (const void *)mla_merge_ranks_kernel<K3_TYPE_BF16>
+                                                        : (const void *)mla_merge_ranks_kernel<K3_TYPE_Q8_0>;
+    return k3_cuda_launch_kernel(launch, "mla_merge_ranks_kernel", kernel, (unsigned)(a->heads * CLUSTER), BLOCK, CLUSTER, 0, parameters);
+  }
   return k3_cuda_launch_kernel(launch, "mla_merge_kernel", K3_KERNEL_OF(mla_merge_kernel, a->in.type),
                                (unsigned)(a->heads * CLUSTER), BLOCK, CLUSTER, 0, parameters);
 }

@@ -257,7 +257,7 @@ K3Status combine_work(void *context, const K3CudaLaunch *launch, int)
 }
 
 void check_merge(K3Table *t, int64_t heads, int64_t parts, int64_t nope, int64_t v, int64_t latent, K3Type type, bool timed,
-                 K3CudaCacheType stored = K3_CACHE_F32)
+                 K3CudaCacheType stored = K3_CACHE_F32, bool codes = true)
 {
   const int64_t rows = heads * (nope + v);
   Floats w = random_floats(t, rows * latent, 0.05), acc = random_floats(t, parts * heads * latent, 20.0),
@@ -282,7 +282,7 @@ void check_merge(K3Table *t, int64_t heads, int64_t parts, int64_t nope, int64_t
   a.kv_b = make_matrix(type, rows, latent, w);
   a.in = {halves.empty() ? (void *)upload(acc) : (void *)upload(halves), upload(by_head(m)), upload(by_head(l)), parts, heads * latent, 1, parts, stored};
   a.gate = upload(gate);
-  a.out = make_vector(heads * v, v % 32 == 0);
+  a.out = make_vector(heads * v, codes && v % 32 == 0);
   K3CudaUse use;
   K3CudaLaunch launch;
   K3_CHECK_STATUS(k3_cuda_launch_init(0, t->pdl, &launch));
@@ -367,6 +367,9 @@ void k3_check_attention(K3Table *t, const char *words)
     for (int64_t p : parts) check_merge(t, 12, p, 128, 128, 512, p % 8 ? K3_TYPE_BF16 : K3_TYPE_Q8_0, p == 8 || p >= 64);
     for (K3CudaCacheType stored : {K3_CACHE_F32, K3_CACHE_F16})
       check_merge(t, 96, 64, 128, 128, 512, K3_TYPE_Q8_0, true, stored);
+    for (int64_t p : {8, 16, 17}) /* up to 16 ranks' by a kernel of its own; without codes as in a step */
+      for (K3Type type : {K3_TYPE_F32, K3_TYPE_BF16, K3_TYPE_Q8_0})
+        check_merge(t, 12, p, 128, 128, 512, type, p == 8 && type == K3_TYPE_Q8_0, K3_CACHE_F32, type == K3_TYPE_F32);
     check_merge(t, 3, 7, 40, 24, 64, K3_TYPE_F32, false);
     check_merge(t, 2, 5, 24, 200, 1024, K3_TYPE_BF16, false);
   }
