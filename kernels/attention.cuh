@@ -21,10 +21,21 @@ struct StoredWeights {
   uint32_t word[WORDS];
   uint16_t scale;
 
-  /* From a multiple of COUNT; columns a multiple of COUNT. Zeros unless `there`. */
-  __device__ __forceinline__ void load(const K3CudaMatrix &w, int64_t row, int64_t col, bool there)
+  struct Place {
+    const char *codes;
+    const uint16_t *scale;
+  };
+
+  /* Of a multiple of COUNT; columns a multiple of COUNT. */
+  static __device__ __forceinline__ Place place(const K3CudaMatrix &w, int64_t row, int64_t col)
   {
-    const char *from = (const char *)w.codes + (row * w.cols + col) * (4 * WORDS / COUNT); /* 4, 2 or 1 bytes a weight */
+    return Place{(const char *)w.codes + (row * w.cols + col) * (4 * WORDS / COUNT), /* 4, 2 or 1 bytes a weight */
+                 TYPE == K3_TYPE_Q8_0 ? (const uint16_t *)w.scale + row * (w.cols / 32) + col / 32 : nullptr};
+  }
+
+  /* Zeros unless `there`. */
+  __device__ __forceinline__ void load(const Place &from, bool there)
+  {
 #pragma unroll
     for (int i = 0; i < WORDS; i++) word[i] = 0;
     scale = 0;
@@ -32,16 +43,24 @@ struct StoredWeights {
     if constexpr (WORDS % 4 == 0) {
 #pragma unroll
       for (int i = 0; i < WORDS; i += 4) {
-        const uint4 p = *(const uint4 *)(from + 4 * i);
+        const uint4 p = *(const uint4 *)(from.codes + 4 * i);
         word[i] = p.x, word[i + 1] = p.y, word[i + 2] = p.z, word[i + 3] = p.w;
       }
     } else if constexpr (WORDS == 2) {
-      const uint2 p = *(const uint2 *)from;
+      const uint2 p = *(const uint2 *)from.codes;
       word[0] = p.x, word[1] = p.y;
     } else {
-      word[0] = *(const uint32_t *)from;
+      word[0] = *(const uint32_t *)from.codes;
     }
-    if constexpr (TYPE == K3_TYPE_Q8_0) scale = ((const uint16_t *)w.scale)[row * (w.cols / 32) + col / 32];
+    if constexpr (TYPE == K3_TYPE_Q8_0) scale = *from.scale;
+  }
+  __device__ __forceinline__ void load(const K3CudaMatrix &w, int64_t row, int64_t col, bool there) { load(place(w, row, col), there); }
+
+  /* Towards the L2. */
+  static __device__ __forceinline__ void warm(const Place &from)
+  {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(from.codes));
+    if constexpr (TYPE == K3_TYPE_Q8_0) asm volatile("prefetch.global.L2 [%0];" ::"l"(from.scale));
   }
 
   /* Weight i of a plain float; what a bfloat16 cannot hold is no weight of one. */

@@ -122,6 +122,16 @@ static __device__ __forceinline__ void fetched()
   asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
 }
 
+/* --- bulk copies --- */
+
+/* `bytes`, a multiple of 16, from global memory to shared memory; both 16-byte aligned; completes on `barrier`. */
+static __device__ __forceinline__ void copy_bytes(uint32_t to, const void *from, uint32_t bytes, uint32_t barrier)
+{
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from), "r"(bytes),
+               "r"(barrier)
+               : "memory");
+}
+
 /* --- bulk tensor copies --- */
 
 /* Box at (column, row, chunk) of a three-dimensional map to shared memory; completes on `barrier`. */

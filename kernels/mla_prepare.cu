@@ -4,7 +4,7 @@
  *                     Block: 256 threads, 8 columns a thread, 32 rows at a time. Reads the nope rows of kv_b once.
  * mla_query_kernel    q = W_qb rms(q_a) too. Grid: a cluster of 8 blocks a head, and one for the cache row; a block has an eighth of the
  *                     head's rows of q_b and 64 columns of the absorbed query, and gives its q to the cluster. Reads the head's rows of
- *                     q_b and the nope rows of kv_b once (12 heads: 3.8 + 0.8 MB of q8_0), all of them before the wait.
+ *                     q_b and the nope rows of kv_b once (12 heads: 3.8 + 0.8 MB of q8_0), before the wait into shared memory and into the L2.
  * Bound: latency. */
 #include <cuda_runtime.h>
 
@@ -32,14 +32,15 @@ __device__ __forceinline__ void store_query(const K3CudaMlaPrepare &a, int64_t a
 }
 
 /* cache[row of position] = [rms(c) | r], by one block, on the rank that owns the page. */
+template <int THREADS>
 __device__ __noinline__ void cache_row(const K3CudaMlaPrepare &a)
 {
-  __shared__ float sums[BLOCK / 32];
-  for (int64_t c = 32 * threadIdx.x; c < a.latent; c += 32 * BLOCK) asm volatile("prefetch.global.L2 [%0];" ::"l"(a.kv_norm + c));
+  __shared__ float sums[THREADS / 32];
+  for (int64_t c = 32 * threadIdx.x; c < a.latent; c += 32 * THREADS) asm volatile("prefetch.global.L2 [%0];" ::"l"(a.kv_norm + c));
   k3_wait();
   const uint32_t position = (uint32_t)__ldcg((const long long *)a.position); /* the launcher checks; divisions of 64 bits are slow */
   float sum = 0.0f;
-  for (int64_t c = threadIdx.x; c < a.latent; c += BLOCK) {
+  for (int64_t c = threadIdx.x; c < a.latent; c += THREADS) {
     const float value = __ldcg(a.kv + c);
     sum += value * value;
   }
@@ -51,9 +52,9 @@ __device__ __noinline__ void cache_row(const K3CudaMlaPrepare &a)
   if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
   __syncthreads();
   sum = 0.0f;
-  for (int i = 0; i < BLOCK / 32; i++) sum += sums[i];
+  for (int i = 0; i < THREADS / 32; i++) sum += sums[i];
   const float norm = 1.0f / sqrtf(sum / (float)a.latent + (float)a.norm_eps);
-  for (int64_t c = threadIdx.x; c < width; c += BLOCK) {
+  for (int64_t c = threadIdx.x; c < width; c += THREADS) {
     const float value = c < a.latent ? __ldcg(a.kv + c) * norm * a.kv_norm[c] : __ldcg(a.kv + c);
     if (a.cache_type == K3_CACHE_F32)
       ((float *)a.cache)[row * width + c] = value;
@@ -75,6 +76,7 @@ __device__ __forceinline__ void load_rows(const K3CudaMatrix &kv_b, int64_t top,
 }
 
 /* TILE columns of a query from `first` on: 8 columns a thread, whose rows are summed over the block. */
+template <int THREADS>
 __device__ __forceinline__ void store_columns(const K3CudaMlaPrepare &a, float sum[8], float (*partial)[TILE], int64_t out, int64_t first)
 {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -91,7 +93,7 @@ __device__ __forceinline__ void store_columns(const K3CudaMlaPrepare &a, float s
   if (threadIdx.x >= TILE || first + threadIdx.x >= a.latent) return;
   float total = 0.0f;
 #pragma unroll
-  for (int i = 0; i < BLOCK / 32; i++) total += partial[i][threadIdx.x];
+  for (int i = 0; i < THREADS / 32; i++) total += partial[i][threadIdx.x];
   store_query(a, out + first + threadIdx.x, total);
 }
 
@@ -100,7 +102,7 @@ __global__ void __launch_bounds__(BLOCK, 2) mla_prepare_kernel(const __grid_cons
   const unsigned tiles = (unsigned)((a.latent + TILE - 1) / TILE);
   const int64_t head = blockIdx.x / tiles;
   if (head == a.heads) {
-    cache_row(a);
+    cache_row<BLOCK>(a);
     return;
   }
   __shared__ float partial[BLOCK / 32][TILE];
@@ -124,107 +126,104 @@ __global__ void __launch_bounds__(BLOCK, 2) mla_prepare_kernel(const __grid_cons
     }
   }
   const int64_t out = head * (a.latent + a.rope);
-  store_columns(a, sum, partial, out, first);
+  store_columns<BLOCK>(a, sum, partial, out, first);
   if (first == 0)
     for (int64_t i = threadIdx.x; i < a.rope; i += BLOCK) store_query(a, out + a.latent + i, __ldcg(q + a.nope + i));
 }
 
-/* Of mla_query_kernel: blocks of a head; rows of q_b a warp; steps of 512 columns of them; values of q_a a thread, in fours. */
-constexpr int CLUSTER = 8, WARPS = BLOCK / 32, Q_ROWS = 3, Q_CHUNKS = 3, Q_FOURS = 2;
-constexpr size_t ALONE_BYTES = 80 << 10; /* shared memory not used: with it a multiprocessor takes one block, not two of 47 KB of weights each */
-constexpr int MAX_NOPE = BATCH * ROWS, MAX_Q_COLS = 512 * Q_CHUNKS;
+/* Of mla_query_kernel: threads; blocks of a head; rows of q_b a warp; steps of 512 columns of them; rows of W_uk a thread, Q_ROW_STEP apart. */
+constexpr int Q_BLOCK = 384, CLUSTER = 8, Q_WARPS = Q_BLOCK / 32, Q_ROWS = 2, Q_CHUNKS = 3, Q_ROW_STEP = Q_BLOCK / (TILE / 8), Q_BATCH = 3;
+constexpr int MAX_NOPE = Q_BATCH * Q_ROW_STEP, MAX_Q_COLS = 512 * Q_CHUNKS;
+static_assert(MAX_Q_COLS == 4 * Q_BLOCK && Q_ROWS * CLUSTER <= 32, "four values of q_a a thread; a lane a row of q and block of the cluster");
+constexpr size_t Q_B_BYTES = (size_t)Q_ROWS * Q_WARPS * MAX_Q_COLS / 16 * 17;
+constexpr size_t ALONE_BYTES = 80 << 10; /* more than used: with it a multiprocessor takes one block, not two of 47 KB of weights each */
 
-/* rms(q_a) as 16-bit codes, to `in`; w: the weights of the norm. */
-__device__ __forceinline__ void fill_q_a(const K3CudaMlaPrepare &a, const float w[Q_FOURS][4], const k3::SharedInput &in, float *scratch)
+/* rms(q_a) as 16-bit codes, to `in`; v, w: four values of q_a and the weights of the norm. scratch [Q_WARPS]. */
+__device__ __forceinline__ void fill_q_a(const K3CudaMlaPrepare &a, float4 v, float4 w, const k3::SharedInput &in, float *scratch)
 {
   const int n = (int)a.q_b.cols;
-  float v[Q_FOURS][4], sum = 0.0f;
+  const float each = 1.0f / (float)n, eps = (float)a.norm_eps;
+  float sum = warp_sum(fmaf(v.x, v.x, fmaf(v.y, v.y, fmaf(v.z, v.z, v.w * v.w))));
+  if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = sum;
+  __syncthreads();
+  sum = 0.0f;
 #pragma unroll
-  for (int r = 0; r < Q_FOURS; r++) k3::fetch4(a.q_a, 4 * (threadIdx.x + r * BLOCK), n, v[r]);
-#pragma unroll
-  for (int r = 0; r < Q_FOURS; r++)
-#pragma unroll
-    for (int k = 0; k < 4; k++) sum = fmaf(v[r][k], v[r][k], sum);
-  const float scale = 1.0f / sqrtf(k3::block_sum(sum, scratch) / (float)n + (float)a.norm_eps);
-#pragma unroll
-  for (int r = 0; r < Q_FOURS; r++) {
-#pragma unroll
-    for (int k = 0; k < 4; k++) v[r][k] *= scale * w[r][k];
-    if (4 * (threadIdx.x + r * BLOCK) < n) k3::put4(in, 4 * (threadIdx.x + r * BLOCK), v[r]); /* n: whole warps */
-  }
+  for (int i = 0; i < Q_WARPS; i++) sum += scratch[i];
+  const float scale = rsqrtf(fmaf(sum, each, eps));
+  const float x[4] = {v.x * scale * w.x, v.y * scale * w.y, v.z * scale * w.z, v.w * scale * w.w};
+  if (4 * (int)threadIdx.x < n) k3::put4(in, 4 * threadIdx.x, x); /* n: whole warps */
 }
 
-/* TYPE: of kv_b. */
+/* TYPE: of kv_b. Dynamic shared memory: the block's rows of q_b, their codes and then their scales. */
 template <K3Type TYPE>
-__global__ void __launch_bounds__(BLOCK, 2) mla_query_kernel(const __grid_constant__ K3CudaMlaPrepare a)
+__global__ void __launch_bounds__(Q_BLOCK, 2) mla_query_kernel(const __grid_constant__ K3CudaMlaPrepare a)
 {
-  const int64_t head = blockIdx.x / CLUSTER;
-  if (head == a.heads) { /* no block of this cluster sends or receives */
-    if (blockIdx.x % CLUSTER == 0) cache_row(a);
+  const int head = blockIdx.x / CLUSTER;
+  if (head == (int)a.heads) { /* no block of this cluster sends or receives */
+    if (blockIdx.x % CLUSTER == 0) cache_row<Q_BLOCK>(a);
     else k3_wait();
     return;
   }
-  __shared__ float partial[WARPS][TILE], nope[MAX_NOPE], scratch[33], scales[MAX_Q_COLS / 32];
+  extern __shared__ __align__(128) char q_b[];
+  __shared__ float partial[Q_WARPS][TILE], nope[MAX_NOPE], scratch[Q_WARPS], scales[MAX_Q_COLS / 32];
   __shared__ int4 high[MAX_Q_COLS / 16], low[MAX_Q_COLS / 16];
-  __shared__ __align__(8) uint64_t exchanged;
-  const uint32_t queries = shared_address(&exchanged);
+  __shared__ __align__(8) uint64_t barriers[2];
+  const uint32_t queries = shared_address(&barriers[0]), loaded = shared_address(&barriers[1]);
+  const int rank = blockIdx.x % CLUSTER, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int rows = (int)(a.nope + a.rope), mine = rows / CLUSTER, cols = (int)a.q_b.cols, chunks = cols / 512;
+  const uint32_t codes_bytes = (uint32_t)(mine * cols), scales_bytes = codes_bytes / 16;
+
+  /* 1. The weights. Those of q_b by the copy engine: loads to registers come back in order, and q_a's would wait for them. */
   if (threadIdx.x == 0) {
-    barrier_init(queries, 1);
+    barrier_init(queries, 1), barrier_init(loaded, 1);
     barrier_init_fence();
     barrier_expect(queries, 4 * (uint32_t)a.nope);
+    barrier_expect(loaded, codes_bytes + scales_bytes);
+    const int64_t at = (int64_t)(head * rows + rank * mine) * cols;
+    copy_bytes(shared_address(q_b), (const char *)a.q_b.codes + at, codes_bytes, loaded);
+    copy_bytes(shared_address(q_b) + codes_bytes, (const char *)a.q_b.scale + at / 16, scales_bytes, loaded);
   }
   cluster_arrive(); /* all blocks of the cluster run: waited for before the first store to another */
-  const int rank = blockIdx.x % CLUSTER, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int rows = (int)(a.nope + a.rope), mine = rows / CLUSTER, chunks = (int)a.q_b.cols / 512;
-
-  /* 1. All weights. Nothing is used before the wait, which would wait for it. */
-  k3::Q8Raw q_b[Q_ROWS][Q_CHUNKS];
-  const k3::Parts parts = k3::parts_of(a.q_b);
+  const int first = rank * TILE, col = first + threadIdx.x % 8 * 8, end = col < (int)a.latent ? (int)a.nope : 0, row0 = threadIdx.x / 8;
+  typedef StoredWeights<TYPE, 8> Stored;
+  typename Stored::Place place[Q_BATCH];
 #pragma unroll
-  for (int r = 0; r < Q_ROWS; r++)
-#pragma unroll
-    for (int c = 0; c < Q_CHUNKS; c++) {
-      const int64_t row = head * rows + rank * mine + min(warp + WARPS * r, mine - 1);
-      q_b[r][c] = k3::Q8Base::zero();
-      if (c < chunks) q_b[r][c] = k3::Q8Base::load(parts, (row * chunks + c) * 32 + lane);
-    }
-  float norm[Q_FOURS][4];
-  const int64_t first = (int64_t)rank * TILE, col = first + threadIdx.x % 8 * 8, end = col < a.latent ? a.nope : 0;
-  const int row0 = threadIdx.x / 8;
-  StoredWeights<TYPE, 8> stored[BATCH];
-#pragma unroll
-  for (int b = 0; b < BATCH; b++) stored[b].load(a.kv_b, head * (a.nope + a.v_dim) + row0 + b * ROWS, col, row0 + b * ROWS < end);
-#pragma unroll
-  for (int r = 0; r < Q_FOURS; r++) k3::fetch4(a.q_a_norm, 4 * (threadIdx.x + r * BLOCK), (int)a.q_b.cols, norm[r]);
+  for (int b = 0; b < Q_BATCH; b++) {
+    place[b] = Stored::place(a.kv_b, head * (a.nope + a.v_dim) + row0 + b * Q_ROW_STEP, col);
+    if (row0 + b * Q_ROW_STEP < end) Stored::warm(place[b]);
+  }
+  const float4 norm = k3::fetch_cell(a.q_a_norm, threadIdx.x, cols);
   k3::SharedInput in = {};
   in.high = high, in.low = low, in.scales = scales;
-  k3_wait();
+  k3_wait_in_place<false>(rows < 0);
 
   /* 2. This block's rows of q. */
-  fill_q_a(a, norm, in, scratch);
+  fill_q_a(a, k3::fetch_cell(a.q_a, threadIdx.x, cols), norm, in, scratch);
+  Stored stored[Q_BATCH]; /* behind q_a */
+#pragma unroll
+  for (int b = 0; b < Q_BATCH; b++) stored[b].load(place[b], row0 + b * Q_ROW_STEP < end);
   __syncthreads();
+  barrier_wait(loaded, 0);
   float sum[8] = {0};
 #pragma unroll
   for (int c = 0; c < Q_CHUNKS; c++) {
     if (c >= chunks) break;
     const k3::Q8Int::X x = k3::Q8Int::load_x(in, c * 32 + lane);
 #pragma unroll
-    for (int r = 0; r < Q_ROWS; r++) sum[r] += k3::Q8Int::dot(q_b[r][c], x, in);
+    for (int r = 0; r < Q_ROWS; r++) {
+      const int at = (min(warp + Q_WARPS * r, mine - 1) * chunks + c) * 32 + lane; /* of 16 codes */
+      const k3::Q8Raw w = {*(const uint4 *)(q_b + at * 16), *(const uint16_t *)(q_b + codes_bytes + at / 2 * 2)};
+      sum[r] += k3::Q8Int::dot(w, x, in);
+    }
   }
-#pragma unroll
-  for (int r = 0; r < Q_ROWS; r++) sum[r] = warp_sum(sum[r]);
+  warp_sums<Q_ROWS>(sum);
   cluster_wait();
   const int64_t out = head * (a.latent + a.rope);
-#pragma unroll
-  for (int r = 0; r < Q_ROWS; r++) {
-    const int row = rank * mine + warp + WARPS * r;
-    if (warp + WARPS * r >= mine) continue;
-    if (row < a.nope) {
-      if (lane < CLUSTER) send_to(nope + row, queries, (uint32_t)lane, sum[r]);
-    } else if (lane == 0) {
-      store_query(a, out + a.latent + row - a.nope, sum[r]);
-    }
-    sum[r] = 0.0f;
+  const int own = warp + Q_WARPS * (lane / CLUSTER), row = rank * mine + own; /* a lane a row and block of the cluster */
+  const float q = lane < CLUSTER ? sum[0] : sum[1];
+  if (lane < Q_ROWS * CLUSTER && own < mine) {
+    if (row < (int)a.nope) send_to(nope + row, queries, (uint32_t)(lane % CLUSTER), q);
+    else if (lane % CLUSTER == 0) store_query(a, out + a.latent + row - a.nope, q);
   }
   barrier_wait(queries, 0); /* all that others send to this block has come, so it may end */
 
@@ -232,14 +231,14 @@ __global__ void __launch_bounds__(BLOCK, 2) mla_query_kernel(const __grid_consta
 #pragma unroll
   for (int i = 0; i < 8; i++) sum[i] = 0.0f;
 #pragma unroll
-  for (int b = 0; b < BATCH; b++) {
-    const float x = row0 + b * ROWS < a.nope ? nope[row0 + b * ROWS] : 0.0f;
+  for (int b = 0; b < Q_BATCH; b++) {
+    const float x = row0 + b * Q_ROW_STEP < (int)a.nope ? nope[row0 + b * Q_ROW_STEP] : 0.0f;
     float w[8];
     stored[b].decode(w);
 #pragma unroll
     for (int i = 0; i < 8; i++) sum[i] += w[i] * x;
   }
-  store_columns(a, sum, partial, out, first);
+  store_columns<Q_BLOCK>(a, sum, partial, out, first);
 }
 
 } // namespace
@@ -248,7 +247,8 @@ int k3_cuda_mla_prepare_multiplies(const K3CudaLaunch *launch, const K3CudaMlaPr
 {
   const int64_t rows = a->nope + a->rope;
   return a->q_b.type == K3_TYPE_Q8_0 && a->q_b.cols % 512 == 0 && a->q_b.cols <= MAX_Q_COLS && rows % CLUSTER == 0 &&
-         rows / CLUSTER <= Q_ROWS * WARPS && a->nope <= MAX_NOPE && a->latent <= CLUSTER * TILE &&
+         ((uintptr_t)a->q_a | (uintptr_t)a->q_a_norm | (uintptr_t)a->q_b.codes | (uintptr_t)a->q_b.scale) % 16 == 0 &&
+         rows / CLUSTER <= Q_ROWS * Q_WARPS && a->nope <= MAX_NOPE && a->latent <= CLUSTER * TILE &&
          (a->heads + 1) * CLUSTER <= 2 * launch->sm_count; /* all at once: with more heads the weights come late */
 }
 
@@ -280,7 +280,7 @@ K3Status k3_cuda_mla_prepare(const K3CudaLaunch *launch, const K3CudaMlaPrepare 
                          : a->kv_b.type == K3_TYPE_BF16 ? (const void *)mla_query_kernel<K3_TYPE_BF16>
                                                         : (const void *)mla_query_kernel<K3_TYPE_Q8_0>;
     const unsigned grid = (unsigned)((a->heads + 1) * CLUSTER);
-    return k3_cuda_launch_kernel(launch, "mla_query_kernel", kernel, grid, BLOCK, CLUSTER, grid <= (unsigned)launch->sm_count ? ALONE_BYTES : 0,
+    return k3_cuda_launch_kernel(launch, "mla_query_kernel", kernel, grid, Q_BLOCK, CLUSTER, grid <= (unsigned)launch->sm_count ? ALONE_BYTES : Q_B_BYTES,
                                  parameters);
   }
   return k3_cuda_launch_kernel(launch, "mla_prepare_kernel", (const void *)mla_prepare_kernel,

@@ -354,7 +354,7 @@ void check_big(K3Table *t, const Master &master)
   check_slice(t, master, {CORE, K3_CACHE_BF16, 12, 1864140, PEAK, 0, 2, C0, R0}, UNTIMED, 1e-4);
 }
 
-/* --- a whole MLA layer's attention, chained: prepare, slice, [combine,] merge --- */
+/* --- a whole MLA layer's attention, chained: queries, slice, [combine,] merge --- */
 
 struct LayerTime {
   K3CudaMlaPrepare prepare;
@@ -387,7 +387,10 @@ void time_layer(K3Table *t, const Master &master, int64_t attended, int64_t rows
   const K3CudaMatrix kv_b = make_matrix(K3_TYPE_Q8_0, own * 256, C0, w);
   K3CudaMlaPrepare &p = l.prepare;
   p.heads = own, p.nope = 128, p.rope = R0, p.v_dim = 128, p.latent = C0, p.norm_eps = 1e-6, p.kv_b = kv_b;
-  p.q = upload(random_floats(t, own * 192, 1.0)), p.kv = upload(random_floats(t, W0, 1.0)), p.kv_norm = upload(random_floats(t, C0, 1.0));
+  const int64_t Q = 1536;
+  Floats w_q = random_floats(t, own * 192 * Q, 0.03);
+  p.q_a = upload(random_floats(t, Q, 1.0)), p.q_a_norm = upload(random_floats(t, Q, 1.0)), p.q_b = make_matrix(K3_TYPE_Q8_0, own * 192, Q, w_q);
+  p.kv = upload(random_floats(t, W0, 1.0)), p.kv_norm = upload(random_floats(t, C0, 1.0));
   p.position = upload(std::vector<int64_t>(1, rows - 1)), p.page_positions = 64, p.world = 1, p.rank = 0, p.capacity = rows;
   p.cache_type = K3_CACHE_BF16;
   p.query = (float *)k3_table_poisoned(attended * W0 * 4), p.query16 = upload(std::vector<uint16_t>(attended * W0, 0x3c00));
@@ -416,7 +419,7 @@ void time_layer(K3Table *t, const Master &master, int64_t attended, int64_t rows
     K3Table timing = *t;
     timing.pdl = pdl;
     const double us = k3_table_microseconds(&timing, layer_work, &l, 24, 24);
-    printf("# layer: prepare + tensor%s + merge, %lld heads x %lld rows, pdl %d: %.2f us a layer, %.3f ms for 24\n",
+    printf("# layer: queries + tensor%s + merge, %lld heads x %lld rows, pdl %d: %.2f us a layer, %.3f ms for 24\n",
            combines ? " + combine" : "", (long long)attended, (long long)rows, pdl, us, us * 0.024);
   }
   for (auto &x : l.slices) cudaFree(const_cast<void *>(x.cache));
