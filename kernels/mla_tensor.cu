@@ -52,7 +52,7 @@ struct Shared { /* byte offsets; swizzle atoms want multiples of 1,024 */
   static constexpr int FULL = INVERSE + N * 4, EMPTY = FULL + 8 * BUFFERS * STAGES;
   static constexpr int ROPE_FULL = EMPTY + 8 * BUFFERS * STAGES, ROPE_EMPTY = ROPE_FULL + 8 * ROPE_BUFFERS;
   static constexpr int WEIGHTS_FULL = ROPE_EMPTY + 8 * ROPE_BUFFERS, WEIGHTS_EMPTY = WEIGHTS_FULL + 16;
-  static constexpr int INVERSE_FULL = WEIGHTS_EMPTY + 16, QUERY_FULL = INVERSE_FULL + 8; /* of the rope, each stage */
+  static constexpr int INVERSE_FULL = WEIGHTS_EMPTY + 16, QUERY_FULL = INVERSE_FULL + 8; /* of each stage, the rope */
   static constexpr int USED = QUERY_FULL + 8 * (STAGES + 1), READ = QUERY_ROPE + 64 * 128;
   static constexpr int BYTES = USED > READ ? USED : READ;
   static constexpr int OUT_BOX = N * CHUNK_COLS * 2;
@@ -111,21 +111,18 @@ __device__ __forceinline__ void copy_rows(const TensorArguments &a, const CUtens
     copy_box_to(map, to, full, 0, row, chunk, 3);
 }
 
-/* The queries of a pass, in the order of use. */
+/* A part of the queries of a pass: stage 0 … 3, or the rope. */
 template <int N>
-__device__ void copy_queries(const TensorArguments &a, uint32_t base, int pass)
+__device__ __forceinline__ void copy_queries(const TensorArguments &a, uint32_t base, int pass, int part)
 {
   using L = Shared<N>;
-  for (int part = 0; part <= STAGES; part++) { /* the rope, stages 0 … 3 */
-    const int stage = part - 1, chunks = part == 0 ? 1 : STAGE_CHUNKS;
-    const uint32_t full = base + L::QUERY_FULL + 8 * part;
-    barrier_expect(full, chunks * L::QUERY_CHUNK);
-    for (int c = 0; c < chunks; c++) {
-      const int chunk = part == 0 ? ROPE_CHUNK : first_chunk(stage) + c;
-      const uint32_t to = base + (part == 0 ? L::QUERY_ROPE : L::QUERY + chunk * L::QUERY_CHUNK);
-      copy_box(&a.query_map, to, full, 0, pass * N, chunk);
-    }
-  }
+  const bool rope = part == STAGES;
+  const uint32_t full = base + L::QUERY_FULL + 8 * part;
+  const int chunk = rope ? ROPE_CHUNK : first_chunk(part);
+  const uint32_t to = base + (rope ? L::QUERY_ROPE : L::QUERY + chunk * L::QUERY_CHUNK);
+  barrier_expect(full, (rope ? 1 : STAGE_CHUNKS) * L::QUERY_CHUNK);
+  copy_box(&a.query_map, to, full, 0, pass * N, chunk);
+  if (!rope) copy_box(&a.query_map, to + L::QUERY_CHUNK, full, 0, pass * N, chunk + 1);
 }
 
 template <int N>
@@ -231,11 +228,11 @@ struct Scores {
     if (FIRST) { /* the queries: mostly here before the rows */
 #pragma unroll
       for (int stage = 0; stage < STAGES; stage++) {
-        barrier_wait(base + L::QUERY_FULL + 8 * (stage + 1), 0);
+        barrier_wait(base + L::QUERY_FULL + 8 * stage, 0);
 #pragma unroll
         for (int c = 0; c < STAGE_CHUNKS; c++) load_queries(first_chunk(stage) + c);
       }
-      barrier_wait(base + L::QUERY_FULL, 0);
+      barrier_wait(base + L::QUERY_FULL + 8 * STAGES, 0);
     }
     barrier_wait(base + L::ROPE_FULL + 8 * rope, tile / ROPE_BUFFERS & 1);
     wgmma_begin();
@@ -351,7 +348,10 @@ __device__ void score_tiles(const TensorArguments &a, const Slice &slice, uint32
 
   /* 1. queries, in the order of use, and the first tile */
   k3_wait();
-  if (threadIdx.x == 0) copy_queries<N>(a, base, pass);
+  if (lane == 0) { /* one by one they would take some 400 cycles to go out */
+    copy_queries<N>(a, base, pass, warp);
+    if (warp == 3) copy_queries<N>(a, base, pass, STAGES);
+  }
   __syncwarp();
   float even[TILE / 2], odd[TILE / 2];
   scores.template start<true>(0, even, odd);
@@ -463,8 +463,7 @@ __device__ void sum_tiles(const TensorArguments &a, const Slice &slice, uint32_t
     /* 3. sums; a stage is given back as soon as its products are done */
     const uint64_t weights = wgmma_operand(base + L::WEIGHTS + buffer * L::WEIGHTS_BYTES);
     const uint32_t first = ring.buffer * STAGES + warpgroup, second = first + 2;
-#pragma unroll
-    for (int c = 0; c < 4; c++) {
+    const auto multiply = [&](int c) {
       wgmma_begin();
       const uint64_t rows = wgmma_operand(base + L::VALUES + (c < STAGE_CHUNKS ? first : second) * STAGE_BYTES +
                                           c % STAGE_CHUNKS * CHUNK_BYTES);
@@ -472,9 +471,11 @@ __device__ void sum_tiles(const TensorArguments &a, const Slice &slice, uint32_t
       for (int k = 0; k < 4; k++)
         wgmma_transposed<N, F16>(acc[c], rows + k * (2048 >> 4), weights + 2 * k, tile + k > 0);
       wgmma_commit();
-    }
+    };
     if (tile == slice.tiles - 1) {
-      /* 4. out, by way of this warpgroup's stages of the tile before; each chunk when its products are done */
+      /* 4. out, by way of this warpgroup's stages of the tile before; each chunk during the products of the next, as a warp is held up until
+       * its last products are under way */
+      multiply(0), multiply(1);
       k3_wait();
       if (a.pair) cluster_arrive();
       group_sync(SYNC_SUMS + warpgroup, 128);
@@ -485,13 +486,16 @@ __device__ void sum_tiles(const TensorArguments &a, const Slice &slice, uint32_t
       for (int j = 0; j < N / 8; j++) inverse[j] = load_shared(base + L::INVERSE + (8 * j + 2 * (lane % 4)) * 4);
 #pragma unroll
       for (int c = 0; c < 4; c++) {
-        c == 0 ? wgmma_wait<3>() : c == 1 ? wgmma_wait<2>() : c == 2 ? wgmma_wait<1>() : wgmma_wait<0>();
+        c < 3 ? wgmma_wait<1>() : wgmma_wait<0>();
+        if (c < 2) multiply(c + 2);
         put_chunk<N>(a, acc[c], inverse, to + c / STAGE_CHUNKS * 2 * STAGE_BYTES + c % STAGE_CHUNKS * L::OUT_BOX,
-                          (4 * warpgroup + c) * CHUNK_COLS, pass * N, slice_index, warpgroup, thread);
+                     (4 * warpgroup + c) * CHUNK_COLS, pass * N, slice_index, warpgroup, thread);
       }
       if (thread == 0) copy_out_finish();
       break;
     }
+#pragma unroll
+    for (int c = 0; c < 4; c++) multiply(c);
     wgmma_wait<2>();
     const bool filled_again = tile + BUFFERS < slice.tiles;
     if (filled_again) release(base + L::EMPTY + 8 * first, a.pair, lane);
