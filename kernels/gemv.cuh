@@ -328,6 +328,17 @@ static __device__ __forceinline__ void fetch4(const float *from, int i, int n, f
   }
 }
 
+/* Cell `cell` of a vector of n values from the L2, beyond it 0. Volatile: where it stands, with the others and ahead of their uses. */
+static __device__ __forceinline__ float4 fetch_cell(const float *from, int cell, int n)
+{
+  float4 v = make_float4(0, 0, 0, 0);
+  asm volatile("{ .reg .pred there; setp.lt.s32 there, %4, %5;\n"
+               "@there ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%6]; }"
+               : "+f"(v.x), "+f"(v.y), "+f"(v.z), "+f"(v.w)
+               : "r"(4 * cell), "r"(n), "l"(from + 4 * cell));
+  return v;
+}
+
 /* Stores four values (all lanes of a warp together) into the shared input, quantised if it has codes. */
 static __device__ __forceinline__ void put4(const SharedInput &in, int i, const float v[4])
 {

@@ -94,17 +94,6 @@ __global__ void __launch_bounds__(THREADS, 2) linear_stream_kernel(const __grid_
   finish(gemv, in, item, (float *)(memory + a.shared.segments), begin, end);
 }
 
-/* Cell `cell` of a vector of n values from the L2, beyond it 0. Volatile: where it stands, with the others and ahead of their uses. */
-__device__ __forceinline__ float4 fetch_cell(const float *from, int cell, int n)
-{
-  float4 v = make_float4(0, 0, 0, 0);
-  asm volatile("{ .reg .pred there; setp.lt.s32 there, %4, %5;\n"
-               "@there ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%6]; }"
-               : "+f"(v.x), "+f"(v.y), "+f"(v.z), "+f"(v.w)
-               : "r"(4 * cell), "r"(n), "l"(from + 4 * cell));
-  return v;
-}
-
 /* One matrix of q8_0 so small that the warps of one grid hold it at once, all loads before the wait: a warp has ROWS rows, a lane CHUNKS
  * cells of 16 columns of each. The block makes the codes of its input, a cell of four values a thread. RMS: the norm's scale is a factor of
  * the sums, so that codes and squares need one trip to the L2 and one barrier. */
