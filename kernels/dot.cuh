@@ -92,6 +92,7 @@ static __device__ __forceinline__ float dot4(const float4 &x, float a, float b, 
 
 /* Where piece `piece` of row `row` is, of `pieces` a row. */
 struct Rowwise {
+  enum { STRIDE = 4 }; /* of four pieces on */
   template <class I>
   static __device__ __forceinline__ I index(I row, int piece, int pieces)
   {
@@ -119,6 +120,7 @@ struct Q8Base : Rowwise {
 };
 struct Q8Int : Q8Base {
   enum { CODES = 1, FLOATS = 0, BOOK = 0, SUMS = 0 };
+  static constexpr float UNIT = 1.0f;
   struct X {
     int4 high, low;
     float s;
@@ -185,6 +187,7 @@ struct Mxfp4Base : Rowwise {
 };
 struct Mxfp4Int : Mxfp4Base {
   enum { CODES = 1, FLOATS = 0, BOOK = 0, SUMS = 2 };
+  static constexpr float UNIT = 1.0f;
   struct X {
     int4 high[2], low[2];
     float s;
@@ -237,14 +240,22 @@ static __device__ __forceinline__ uint32_t permute_signs(uint32_t low, uint32_t 
 static __device__ __forceinline__ uint32_t entry_first(uint32_t entry) { return permute_signs(0xff0100ffu, 0x0100ff01u, entry); }
 static __device__ __forceinline__ uint32_t entry_second(uint32_t entry) { return permute_signs(0x00ffffffu, 0x01010100u, entry); }
 
-/* ---- iq1_s: 128 codes, half a super-block: four sub-blocks of 32 ---- */
+/* (a & b) | c in one instruction: of two constants the compiler makes two. */
+static __device__ __forceinline__ uint32_t and_or(uint32_t a, uint32_t b, uint32_t c)
+{
+  uint32_t r;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
+  return r;
+}
+
+/* ---- iq1_s: 128 codes, half a super-block: four sub-blocks of 32. A record (weights.h) has half of the entries of both halves ---- */
 struct Iq1Raw {
   uint4 qs;
   uint2 qh;
   uint32_t d;
 };
 struct Iq1Base {
-  enum { VALUES = 128 };
+  enum { VALUES = 128, STRIDE = 32 };
   typedef Iq1Raw Raw;
   /* Eight rows of a block of 256 values, two pieces each, stand together (weights.h). */
   template <class I>
@@ -263,20 +274,21 @@ struct Iq1Base {
   static __device__ __forceinline__ Raw zero() { return Raw{make_uint4(0, 0, 0, 0), make_uint2(0, 0), 0}; }
   /* Some bits of each load. */
   static __device__ __forceinline__ uint32_t touch(const Raw &r) { return r.qs.x | r.qh.x | r.d; }
-  /* The word of sub-blocks 2m and 2m + 1 (weights.h), turned so that sub-block k's bits are where those of an even one lie. */
-  static __device__ __forceinline__ uint32_t high_of(const Raw &r, int k)
+  /* The word of sub-blocks 2m and 2m + 1 (weights.h), shifted so that sub-block k's bits are where those of an even one lie. */
+  static __device__ __forceinline__ uint32_t high_of(const uint2 &qh, int k) { return (k < 2 ? qh.x : qh.y) << (k & 1); }
+  /* 2 s + 1 of the even and of the odd sub-block of a pair, with the sign of delta, times SCALES_UNIT, as two half floats: their
+   * smallest numbers, whose bits are integers. */
+  static constexpr float SCALES_UNIT = 0x1p-20f;
+  static __device__ __forceinline__ uint32_t scales_of(uint32_t pair)
   {
-    uint32_t pair = k < 2 ? r.qh.x : r.qh.y;
-    return k & 1 ? __funnelshift_r(pair, pair, 1) : pair;
+    return and_or(__funnelshift_r(pair, pair, 6), 0x80c080c0u, and_or(pair << 1, 0x00200020u, 0x00100010u));
   }
-  /* 2 s + 1 of the even or odd sub-block of a pair. */
   static __device__ __forceinline__ float scale_of(uint32_t pair, int odd)
   {
-    uint32_t s = odd ? (pair >> 14 & 1u) | (pair >> 20 & 6u) : (pair >> 5 & 3u) | (pair >> 11 & 4u);
-    return (float)(2 * s + 1);
+    return fabsf(half_bits(scales_of(pair) >> (16 * odd) & 0xffffu)) * (1.0f / SCALES_UNIT);
   }
-  static __device__ __forceinline__ float delta_of(uint32_t pair, int odd) { return pair << 1 << odd & 0x80000000u ? -0.125f : 0.125f; }
-  /* Codebook entry l; `high` as high_of gives it. */
+  static __device__ __forceinline__ float delta_of(uint32_t pair, int odd) { return pair >> (odd ? 5 : 21) & 1u ? -0.125f : 0.125f; }
+  /* The codebook entry of byte l; `high` as high_of gives it. */
   static __device__ __forceinline__ int entry_index(uint32_t qs, uint32_t high, int l)
   {
     uint32_t byte = high >> (8 * l);
@@ -285,23 +297,42 @@ struct Iq1Base {
 };
 struct Iq1Int : Iq1Base { /* multiplied by mma_rows.cuh */
   enum { CODES = 1, FLOATS = 0, BOOK = 1, SUMS = 1 };
+  static constexpr float UNIT = 0.125f / SCALES_UNIT; /* mma_rows.cuh sums eight times the products, times SCALES_UNIT */
+};
+struct Iq1ExactRaw {
+  uint4 qs[2];
+  uint2 qh[2];
+  uint32_t d;
 };
 struct Iq1Exact : Iq1Base {
   enum { CODES = 0, FLOATS = 1, BOOK = 1, SUMS = 0 };
+  typedef Iq1ExactRaw Raw;
+  static __device__ __forceinline__ Raw load(const Parts &p, int64_t i)
+  {
+    Raw r;
+#pragma unroll
+    for (int u = 0; u < 2; u++) r.qs[u] = load16(p.codes + (i & ~1ll) * 16 + u * 16), r.qh[u] = load8(p.high + (i & ~1ll) * 8 + u * 8);
+    r.d = load2(p.scale + (i >> 1) * 2);
+    return r;
+  }
+  static __device__ __forceinline__ Raw zero() { return Raw{}; }
   struct X {
     int i;
   };
   static __device__ __forceinline__ X load_x(const SharedInput &, int i) { return X{i}; }
   static __device__ __forceinline__ float dot(const Raw &r, const X &x, const SharedInput &in)
   {
+    const int half = x.i & 1;
     float total = 0;
 #pragma unroll 1
     for (int k = 0; k < 4; k++) {
-      uint32_t qs = word(r.qs, k), high = high_of(r, k), pair = k < 2 ? r.qh.x : r.qh.y;
+      const uint2 own = half ? r.qh[1] : r.qh[0];
+      uint32_t pair = k < 2 ? own.x : own.y;
       float sum = 0, delta = delta_of(pair, k & 1);
 #pragma unroll
       for (int l = 0; l < 4; l++) {
-        uint32_t e = ((const uint16_t *)in.codebook)[entry_index(qs, high, l)], a = entry_first(e), b = entry_second(e);
+        int index = entry_index(word(r.qs[l >> 1], k), high_of(r.qh[l >> 1], k), 2 * half + (l & 1));
+        uint32_t e = ((const uint16_t *)in.codebook)[index], a = entry_first(e), b = entry_second(e);
         int at = x.i * 32 + k * 8 + l * 2;
         sum = dot4(in.values[cell(at)], (float)(int8_t)a + delta, (float)(int8_t)(a >> 8) + delta, (float)(int8_t)(a >> 16) + delta,
                    (float)(int8_t)(a >> 24) + delta, sum);
@@ -385,11 +416,11 @@ static __device__ inline float element(const K3CudaMatrix &m, int64_t row, int64
     return (float)(int8_t)(e2m1x4(nibble) & 0xff) * (0.5f * e8m0(((const uint8_t *)m.scale)[at >> 5]));
   }
   default: {
-    int64_t piece = Iq1Base::index(row, (int)(col >> 7), (int)(m.cols >> 7));
-    uint32_t qs = ((const uint8_t *)m.codes)[piece * 16 + (col >> 3 & 15)], pair = ((const uint32_t *)m.high)[piece * 2 + (col >> 6 & 1)];
-    int odd = (int)(at >> 5) & 1, l = (int)(at >> 3) & 3;
-    uint32_t high = odd ? __funnelshift_r(pair, pair, 1) : pair;
-    uint32_t e = ((const uint16_t *)m.codebook)[Iq1Base::entry_index(qs << (8 * l), high, l)];
+    int64_t piece = Iq1Base::index(row, (int)(col >> 7), (int)(m.cols >> 7)), record = (piece & ~1ll) | (col >> 4 & 1);
+    int k = (int)(col >> 5) & 3, odd = k & 1, l = (int)(col >> 7 & 1) * 2 + ((int)(col >> 3) & 1);
+    uint32_t qs = ((const uint32_t *)m.codes)[record * 4 + k], pair = ((const uint32_t *)m.high)[piece * 2 + (k >> 1)];
+    uint2 high = ((const uint2 *)m.high)[record];
+    uint32_t e = ((const uint16_t *)m.codebook)[Iq1Base::entry_index(qs, Iq1Base::high_of(high, k), l)];
     float value = (float)(int8_t)((at & 4 ? entry_second(e) : entry_first(e)) >> (8 * (at & 3)));
     return half_bits(((const uint16_t *)m.scale)[piece >> 1]) * Iq1Base::scale_of(pair, odd) * (value + Iq1Base::delta_of(pair, odd));
   }

@@ -48,6 +48,7 @@ struct Arguments {
 /* Gate and up: row v is pair v/2 = (slot, row of the band); even: gate, odd: up. Down: rows as they stand, but the pieces of a
  * row are those of all local experts: piece q is of expert q / pieces. */
 struct ExpertsMap {
+  enum { SORTED = 1 }; /* mma_rows.cuh */
   bool down;
   Parts parts[2]; /* of even and of odd rows */
   const int32_t *local;
@@ -62,19 +63,19 @@ struct ExpertsMap {
     return row & 1 ? parts[1] : parts[0];
   }
   /* Rows `row` and row + 8 of a tile of 16: a gate row and the up row beside it. */
+  __device__ __forceinline__ const Parts &of_pair(int r) const { return parts[r]; }
   template <class F>
-  __device__ __forceinline__ void place_pair(int row, int last, int piece, Parts two[2], uint32_t index[2]) const
+  __device__ __forceinline__ int place_pair(int row, int last, int piece, uint32_t index[2]) const
   {
-    two[0] = parts[0], two[1] = parts[1];
     if (down) {
-      int slot = divide(piece, magic);
-      uint32_t base = (uint32_t)local[slot] * rows;
-      index[0] = F::index(base + min(row, last), piece - slot * pieces, pieces);
+      int slot = divide(piece, magic), at = piece - slot * pieces;
+      index[0] = F::index((uint32_t)local[slot] * rows + min(row, last), at, pieces);
       index[1] = row + 8 <= last ? index[0] + 8 * pieces : index[0];
-    } else {
-      int pair = min(row >> 4 << 3 | (row & 7), last >> 1), slot = divide(pair, magic);
-      index[0] = index[1] = F::index((uint32_t)((local[slot] - slot) * rows + pair), piece, pieces);
+      return (pieces - 1 - at) >> 2;
     }
+    int pair = min(row >> 4 << 3 | (row & 7), last >> 1), slot = divide(pair, magic);
+    index[0] = index[1] = F::index((uint32_t)((local[slot] - slot) * rows + pair), piece, pieces);
+    return (pieces - 1 - piece) >> 2;
   }
 };
 
@@ -143,13 +144,19 @@ __device__ __forceinline__ void put(const SharedInput &in, int i, const float v[
 #pragma unroll
     for (int o = 2; o; o >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, o);
   if (!there) return;
-  const int at = cell(i >> 4) * 2 + ((i >> 3) & 1);
+  const int c = i >> 4, sorted = (c & ~15) | (c & 6) << 1 | (c >> 2 & 2) | (c & 1); /* SORTED, mma_rows.cuh */
+  const int at = (F::BOOK ? sorted : cell(c)) * 2 + ((i >> 3) & 1);
   ((uint2 *)in.low)[at] = make_uint2(low_bytes(code[0], code[1], code[2], code[3]), low_bytes(code[4], code[5], code[6], code[7]));
   ((uint2 *)in.high)[at] = make_uint2(next_bytes(up[0], up[1], up[2], up[3]), next_bytes(up[4], up[5], up[6], up[7]));
   if ((threadIdx.x & 3) == 0) {
     float scale = (most < MOST_VALUE ? most : NAN) * (1.0f / CODE_MOST) * weight[0]; /* NaN too, and what is too large, become NaN */
-    in.scales[i >> 5] = scale;
-    if (F::SUMS) in.sums[i >> 5] = F::SUMS == 1 ? scale * (float)sum : __int_as_float(sum * -MXFP4_SHIFT);
+    if (F::BOOK) { /* the places of `scales` and of `sums` behind them */
+      float *to = in.scales + (i >> 7) * 8 + (i >> 5 & 3);
+      to[0] = scale, to[4] = scale * (float)sum;
+    } else {
+      in.scales[i >> 5] = scale;
+      if (F::SUMS) in.sums[i >> 5] = __int_as_float(sum * -MXFP4_SHIFT);
+    }
   }
 }
 
@@ -212,7 +219,8 @@ struct Fill {
   template <class Weight>
   __device__ __forceinline__ void store(const SharedInput &in, Weight weight)
   {
-    const int padded = (n + 127) / 128 * 128, lane = (int)threadIdx.x & 31, step = ROUNDS * threads * 8;
+    const int whole = F::CODES && F::BOOK ? 512 : 128, padded = (n + whole - 1) / whole * whole, lane = (int)threadIdx.x & 31;
+    const int step = ROUNDS * threads * 8;
     while (first - lane * 8 < padded) {
       while (wait) {
         bool again = false;
@@ -548,6 +556,7 @@ K3Status launch_passes(const K3CudaLaunch *launch, const K3CudaExperts *e, K3Typ
   for (a.slots = chosen;; a.slots--) { /* as many as fit */
     int down_sums = mma ? mma_segment_floats(down_rows, WARPS) : segment_floats(down_rows, 1, WARPS);
     int64_t width = a.slots * e->band > e->y.n ? a.slots * e->band : e->y.n;
+    if (book && mma) width = (width + 511) / 512 * 512; /* SORTED: whole units */
     a.x = plan_shared(0, width, !exact, exact, book, sums > down_sums ? sums : down_sums);
     a.shared = plan_shared(a.x.bytes, fuse ? e->shared_input.n : 0, fuse && !e->exact, fuse && e->exact, 0,
                            e->exact ? segment_floats(shared_rows, a.shared_tiling.lanes, WARPS)

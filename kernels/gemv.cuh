@@ -57,8 +57,10 @@ static inline uint32_t magic_of(int64_t d) { return d == 1 ? 0 : (uint32_t)((1ul
 
 /* Rows as they stand. */
 struct PlainMap {
+  enum { SORTED = 0 };
   Parts parts;
   int pieces;
+  __device__ __forceinline__ const Parts &of_pair(int) const { return parts; }
   template <class F>
   __device__ __forceinline__ Parts place(int row, int piece, int64_t *index) const
   {

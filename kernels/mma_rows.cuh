@@ -2,12 +2,18 @@
  * dot.cuh.
  *
  * A unit of work of a warp: 16 rows × 4 pieces (512 values of iq1_s, 128 of mxfp4, 64 of q8_0). Lane (g, t) = (lane / 4, lane % 4) loads
- * piece t of rows g and g + 8. One mma (16 × 32 by 32 × 8, bytes) takes 8 values of each lane and row: of iq1_s one codebook entry,
- * entry l of sub-block j of the lane's piece. The eight columns of B hold the activation's codes of the four pieces apart: column 2t
- * piece t's high bytes, 2t + 1 its low bytes, and zeros where k belongs to another piece. So after four mma (l = 0 … 3; two of q8_0)
- * lane (g, t) finds the sums of its own sub-block for both rows in its own registers, and scales them there. Exact in integers, as
- * dp4a is; a third of its instructions, and x is read from shared memory once for 16 rows. A unit of iq1_s takes 120 cycles of shared
- * memory and L1 (64 the 32 look-ups, 32 the codes, 8 scales, 16 the weights) and 190 of a scheduler's integer pipe for four warps. */
+ * piece t of rows g and g + 8. One mma (16 × 32 by 32 × 8, bytes) takes 8 values of each lane and row. The eight columns of B hold the
+ * activation's codes of the four pieces apart: column 2t piece t's high bytes, 2t + 1 its low bytes, and zeros where k belongs to another
+ * piece. So after four mma (two of q8_0) lane (g, t) finds the sums of its own piece for both rows in its own registers, and scales them
+ * there. Exact in integers, as dp4a is; a third of its instructions, and x is read from shared memory once for 16 rows.
+ *
+ * Of iq1_s the four pieces are the halves of two blocks, and the two lanes of a block have a record each (weights.h), whose 8 values of
+ * an mma are an entry of one half or of the other. So a sub-block of four pieces takes two mma for the even halves and two for the odd
+ * ones, by the same B: columns of the other half get what nobody reads, and one load of x fills B for all four. A unit takes 100 cycles of
+ * shared memory and L1 (64 the 32 look-ups, 12 the codes, 8 scales, 16 the weights) and 290 instructions, 73 cycles on four schedulers.
+ *
+ * SORTED, x of iq1_s as experts.cu makes it, so that one address serves all loads of a lane: the 16 codes of half h, sub-block q and part u
+ * (of two) of block b stand at cell 16 b + 4 q + 2 h + u; four scales of a piece, then its four sums; zeros up to whole units. */
 #ifndef K3_KERNELS_IQ1_MMA_CUH
 #define K3_KERNELS_IQ1_MMA_CUH
 
@@ -25,15 +31,21 @@ static __device__ __forceinline__ void mma_bytes(int d[4], const int c[4], uint3
                : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "r"(c[0]), "r"(c[1]), "r"(c[2]), "r"(c[3]));
 }
 
-static constexpr float MAGIC = 12582912.0f; /* 1.5 · 2^23: the low bits of a sum with it are an integer */
+static constexpr float MAGIC = 12582912.0f; /* 1.5 · 2^23: the low bits of a sum with it are an integer (experts.cu) */
 static constexpr int MAGIC_INT = 0x4b400000;
 
-/* A lane's column of B: 32 codes of its piece. Lanes of other pieces keep zeros. */
+/* A lane's part of a column of B, 16 codes a load; where k is of another piece, or by_records (iq1_s) of another block, zeros.
+ * Two predicates that are the same, which the compiler cannot know: of two loads by one it makes a branch. */
 struct Column {
   int4 x[2];
-  int holds;
-  __device__ __forceinline__ Column(int group, int part) : holds(part == group >> 1)
+  int holds[2];
+  __device__ __forceinline__ Column(int by_records)
   {
+    uint32_t lane, bit;
+    asm("mov.u32 %0, %%laneid;" : "=r"(lane));
+    asm("mov.u32 %0, %%lanemask_eq;" : "=r"(bit));
+    holds[0] = by_records ? (lane >> 1 & 1) == lane >> 4 : (lane & 3) == lane >> 3;
+    holds[1] = (bit & (by_records ? 0xcccc3333u : 0x88442211u)) != 0;
     x[0] = x[1] = make_int4(0, 0, 0, 0);
   }
   __device__ __forceinline__ void load(int half, uint32_t address)
@@ -41,7 +53,7 @@ struct Column {
     asm volatile("{ .reg .pred holds; setp.ne.s32 holds, %5, 0;\n"
                  "@holds ld.shared.v4.s32 {%0, %1, %2, %3}, [%4]; }"
                  : "+r"(x[half].x), "+r"(x[half].y), "+r"(x[half].z), "+r"(x[half].w)
-                 : "r"(address), "r"(holds));
+                 : "r"(address), "r"(holds[half]));
   }
 };
 
@@ -60,73 +72,94 @@ static __device__ __forceinline__ uint32_t permute(uint32_t a, uint32_t b)
   return r;
 }
 
-/* (a & b) | c in one instruction: of two constants the compiler makes two. */
-static __device__ __forceinline__ uint32_t and_or(uint32_t a, uint32_t b, uint32_t c)
-{
-  uint32_t r;
-  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
-  return r;
-}
-
 /* Shared floats for the sums of `rows` rows, shared by `warps` warps. */
 static __host__ __device__ inline int mma_segment_floats(int rows, int warps) { return ((rows + 15) / 16 + warps) * 16; }
 
-/* Where piece `piece` of rows `row` and row + 8 lies, neither past `last`. A map of its own kind brings a place_pair. */
+/* Where piece `piece` of rows `row` and row + 8 lies, neither past `last`, and how often it goes on four pieces on, F::STRIDE of `index`
+ * away. A map of its own kind brings a place_pair. */
 template <class F, class Map>
-static __device__ __forceinline__ void place_pair(const Map &map, int row, int last, int piece, Parts parts[2],
-                                                  uint32_t index[2])
+static __device__ __forceinline__ int place_pair(const Map &map, int row, int last, int piece, uint32_t index[2])
 {
-  map.template place_pair<F>(row, last, piece, parts, index);
+  return map.template place_pair<F>(row, last, piece, index);
 }
 template <class F>
-static __device__ __forceinline__ void place_pair(const PlainMap &map, int row, int last, int piece, Parts parts[2],
-                                                  uint32_t index[2])
+static __device__ __forceinline__ int place_pair(const PlainMap &map, int row, int last, int piece, uint32_t index[2])
 {
-  parts[0] = parts[1] = map.parts;
   index[0] = F::index((uint32_t)min(row, last), piece, map.pieces);
   index[1] = row + 8 <= last ? index[0] + 8 * map.pieces : index[0]; /* in any order of rows by eights */
+  return (map.pieces - 1 - piece) >> 2;
 }
 
-/* Piece `piece` of two rows times x, in the lane (group, part) that loaded it; `column`: this lane's column of B, zeros unless it holds
- * its own piece's codes. */
-static __device__ __forceinline__ void multiply_pair(const Iq1Raw raw[2], int piece, int group, int part,
-                                                     const SharedInput &in, Column &column, float total[2])
+/* What a lane keeps while it multiplies: shared addresses, made once and not again in each unit as the compiler would. */
+struct Lane {
+  int group, part;
+  uint32_t copy, plane, scales, sums; /* book_copy; of its column of B */
+  __device__ __forceinline__ Lane(const SharedInput &in, int its_group, int its_part, bool sorted)
+      : group(its_group), part(its_part), copy(book_copy(group * 4 + part)), plane(shared_address(group & 1 ? in.low : in.high)),
+        scales(shared_address(in.scales)), sums(shared_address(in.sums))
+  {
+    if (sorted) plane += (group >> 2) * 256 + (group >> 1 & 1) * 32 + (part & 1) * 16;
+    asm volatile("" : "+r"(copy), "+r"(plane), "+r"(scales), "+r"(sums));
+  }
+};
+static __device__ __forceinline__ float4 shared_float4(uint32_t address)
 {
-  const uint32_t plane = shared_address(group & 1 ? in.low : in.high) + piece * 128;
+  float4 v;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(address));
+  return v;
+}
+
+/* Values 0 … 3 and 4 … 7 of a codebook entry (dot.cuh), eight times, so that delta is 1. */
+static __device__ __forceinline__ uint32_t eight_first(uint32_t entry) { return permute_signs(0xf80800f8u, 0x0800f808u, entry); }
+static __device__ __forceinline__ uint32_t eight_second(uint32_t entry) { return permute_signs(0x00f8f8f8u, 0x08080800u, entry); }
+
+/* A unit, whose first piece is `first` of `pieces`, of two rows times x, added to `sum`, 1 / F::UNIT times what it is. */
+template <int SORTED>
+static __device__ __forceinline__ void multiply_pair(const Iq1Raw raw[2], int first, int pieces, const Lane &lane,
+                                                     const SharedInput &in, Column &column, float sum[2])
+{
+  const int own = first + lane.part, piece = SORTED ? own : min(own, pieces - 1);
+  const int of_column = min(first + (lane.group >> 1), pieces - 1);
+  const uint32_t plane = lane.plane + (SORTED ? first : of_column) * 128, at = (lane.part & 1) << 4 ^ (of_column & 7) << 4; /* cell() */
   const char *book = (const char *)in.codebook + BOOK_BYTES / 2;
-  const uint32_t lanes = book_copy(group * 4 + part), turn = (piece & 7) << 4; /* cell() */
-  const int zero[4] = {0, MAGIC_INT, 0, MAGIC_INT}; /* the low byte's sums come as floats of 1.5 · 2^23 more */
-  total[0] = total[1] = 0.0f;
+  const int zero[4] = {0, 0, 0, 0};
+  const float4 s = shared_float4(lane.scales + piece * (SORTED ? 32 : 16));
+  const float4 xs = shared_float4(SORTED ? lane.scales + piece * 32 + 16 : lane.sums + piece * 16);
+  float total[2] = {0.0f, 0.0f};
+  uint32_t scales[2];
 #pragma unroll
-  for (int j = 0; j < 4; j++) {
-    column.load(0, plane + (32 * j ^ turn)), column.load(1, plane + (32 * j + 16 ^ turn));
+  for (int q = 0; q < 4; q++) {
+    column.load(q & 1, SORTED ? plane + 64 * q : plane + (32 * q ^ at));
     uint32_t entry[2][4];
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      const uint32_t high = and_or(Iq1Base::high_of(raw[r], j), 0x8a8a8a8au, lanes), qs = word(raw[r].qs, j);
+      const uint32_t high = and_or(Iq1Base::high_of(raw[r].qh, q), 0x8a8a8a8au, lane.copy), qs = word(raw[r].qs, q);
       entry[r][0] = *(const uint16_t *)(book + (int)permute<0x8804>(qs, high));
       entry[r][1] = *(const uint16_t *)(book + (int)permute<0x9915>(qs, high));
       entry[r][2] = *(const uint16_t *)(book + (int)permute<0xaa26>(qs, high));
       entry[r][3] = *(const uint16_t *)(book + (int)permute<0xbb37>(qs, high));
     }
-    int c[4];
+    int c[2][4]; /* of even pieces; of odd ones */
 #pragma unroll
-    for (int l = 0; l < 4; l++)
-      mma_bytes(c, l ? c : zero, entry_first(entry[0][l]), entry_first(entry[1][l]), entry_second(entry[0][l]), entry_second(entry[1][l]),
-                word(column.x[l >> 1], 2 * (l & 1)), word(column.x[l >> 1], 2 * (l & 1) + 1));
-    const float s = in.scales[4 * piece + j], xs = in.sums[4 * piece + j];
+    for (int l = 0; l < 2; l++)
 #pragma unroll
-    for (int r = 0; r < 2; r++) { /* eight times the sum, so that delta is 1 */
-      const uint32_t pair = j < 2 ? raw[r].qh.x : raw[r].qh.y;
-      const uint32_t bits = j & 1 ? (pair & 0x604000u) * 0x41u : (pair & 0x2060u) * 0x8200u; /* s to bits 20 to 22 */
-      const float scale = fmaf(__uint_as_float(and_or(bits, 0x700000u, 0x3f800000u)), 16.0f, -15.0f); /* 16 (1 + s / 8) - 15 is 2 s + 1 */
-      const float delta = __uint_as_float(__float_as_uint(xs) ^ ((j & 1 ? pair << 2 : pair << 1) & 0x80000000u));
-      const float sum = fmaf(__int_as_float(c[2 * r] * 256 + c[2 * r + 1]), 8.0f, -8.0f * MAGIC);
-      total[r] = fmaf(scale, fmaf(sum, s, delta), total[r]);
+      for (int h = 0; h < 2; h++) {
+        const uint32_t a = entry[0][2 * h + l], b = entry[1][2 * h + l];
+        mma_bytes(c[h], l ? c[h] : zero, eight_first(a), eight_first(b), eight_second(a), eight_second(b), word(column.x[q & 1], 2 * l),
+                  word(column.x[q & 1], 2 * l + 1));
+      }
+    const float sq = q == 0 ? s.x : q == 1 ? s.y : q == 2 ? s.z : s.w, xsq = q == 0 ? xs.x : q == 1 ? xs.y : q == 2 ? xs.z : xs.w;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      if (!(q & 1)) scales[r] = Iq1Base::scales_of(q < 2 ? raw[r].qh.x : raw[r].qh.y);
+      const float scale = half_bits(q & 1 ? scales[r] >> 16 : scales[r] & 0xffffu); /* delta's sign turns over the sum, then both */
+      const int even = c[0][2 * r] * 256 + c[0][2 * r + 1], odd = c[1][2 * r] * 256 + c[1][2 * r + 1];
+      const uint32_t turned = __float_as_uint((float)(lane.part & 1 ? odd : even)) ^ (__float_as_uint(scale) & 0x80000000u);
+      total[r] = fmaf(scale, fmaf(__uint_as_float(turned), sq, xsq), total[r]);
     }
   }
-  total[0] *= half_bits(raw[0].d) * 0.125f;
-  total[1] *= half_bits(raw[1].d) * 0.125f;
+#pragma unroll
+  for (int r = 0; r < 2; r++) sum[r] = fmaf(SORTED || own < pieces ? half_bits(raw[r].d) : 0.0f, total[r], sum[r]);
 }
 
 /* Twice the e2m1 values of four nibbles plus twelve, as bytes: those of positive nibbles and those of negative ones, each zero (the
@@ -138,10 +171,12 @@ static __device__ __forceinline__ uint32_t e2m1_shifted(uint32_t nibbles, uint32
 }
 
 /* sums: -12 times the sum of the codes, as integers. */
-static __device__ __forceinline__ void multiply_pair(const Mxfp4Raw raw[2], int piece, int group, int part,
-                                                     const SharedInput &in, Column &column, float total[2])
+template <int SORTED>
+static __device__ __forceinline__ void multiply_pair(const Mxfp4Raw raw[2], int first, int pieces, const Lane &lane,
+                                                     const SharedInput &in, Column &column, float sum[2])
 {
-  const uint32_t plane = shared_address(group & 1 ? in.low : in.high);
+  const int piece = min(first + lane.part, pieces - 1);
+  const uint32_t plane = lane.plane;
   column.load(0, plane + cell(2 * piece) * 16), column.load(1, plane + cell(2 * piece + 1) * 16);
   const int zero[4] = {0, 0, 0, 0};
   int c[4];
@@ -159,20 +194,26 @@ static __device__ __forceinline__ void multiply_pair(const Mxfp4Raw raw[2], int 
   const int shift = __float_as_int(in.sums[piece]);
   const float s = in.scales[piece] * 0.5f;
 #pragma unroll
-  for (int r = 0; r < 2; r++) total[r] = (float)(c[2 * r] * 256 + c[2 * r + 1] + shift) * (e8m0(raw[r].s) * s);
+  for (int r = 0; r < 2; r++) {
+    const float total = (float)(c[2 * r] * 256 + c[2 * r + 1] + shift) * (e8m0(raw[r].s) * s);
+    sum[r] += first + lane.part < pieces ? total : 0.0f;
+  }
 }
 
-static __device__ __forceinline__ void multiply_pair(const Q8Raw raw[2], int piece, int group, int part,
-                                                     const SharedInput &in, Column &column, float total[2])
+template <int SORTED>
+static __device__ __forceinline__ void multiply_pair(const Q8Raw raw[2], int first, int pieces, const Lane &lane,
+                                                     const SharedInput &in, Column &column, float sum[2])
 {
-  column.load(0, shared_address((group & 1 ? in.low : in.high) + cell(piece)));
+  const int piece = min(first + lane.part, pieces - 1);
+  column.load(0, lane.plane + cell(piece) * 16);
   const int zero[4] = {0, 0, 0, 0};
   int c[4];
   mma_bytes(c, zero, raw[0].w.x, raw[1].w.x, raw[0].w.y, raw[1].w.y, column.x[0].x, column.x[0].y);
   mma_bytes(c, c, raw[0].w.z, raw[1].w.z, raw[0].w.w, raw[1].w.w, column.x[0].z, column.x[0].w);
   const float s = in.scales[piece >> 1];
-  total[0] = both(c[0], c[1]) * (half_bits(raw[0].d) * s);
-  total[1] = both(c[2], c[3]) * (half_bits(raw[1].d) * s);
+  const float total[2] = {both(c[0], c[1]) * (half_bits(raw[0].d) * s), both(c[2], c[3]) * (half_bits(raw[1].d) * s)};
+#pragma unroll
+  for (int r = 0; r < 2; r++) sum[r] += first + lane.part < pieces ? total[r] : 0.0f;
 }
 
 /* In the place of Gemv (gemv.cuh), with the same members. The units of all rows stand in one line, dealt evenly to the warps. A warp's
@@ -181,11 +222,13 @@ static __device__ __forceinline__ void multiply_pair(const Q8Raw raw[2], int pie
  * scoreboard for all of them, so that a wait for one is a wait for all, and a load issued shortly before it would be waited for. */
 template <class F, int DEPTH, int STAGE, class Map>
 struct MmaRows {
+  enum { SORTED = Map::SORTED && F::BOOK };
   const Map map;
   const int row_begin, row_end, pieces, spans, warp;
   int group, part;
   int units_warp, left, tile, span; /* tile: 16 rows */
-  int load_tile, load_span;
+  int load_unit, load_run;
+  uint32_t load_index[2];
   typename F::Raw ring[DEPTH][2];
 
   __device__ __forceinline__ MmaRows(const Map &m, const Tiling &tiling, int begin, int end, int its_warp = threadIdx.x >> 5,
@@ -206,24 +249,29 @@ struct MmaRows {
   static __device__ __forceinline__ int quotient(int n, int d) { return (int)__fdividef((float)n + 0.5f, (float)d); }
 
   /* Rows and pieces past the end repeat the last. */
-  __device__ __forceinline__ void load_next(typename F::Raw raw[2], uint32_t zero)
+  __device__ __forceinline__ void load_next(typename F::Raw raw[2])
   {
-    Parts parts[2];
-    uint32_t index[2];
-    place_pair<F>(map, row_begin + load_tile * 16 + group, row_end - 1, min(load_span * 4 + part, pieces - 1), parts,
-               index);
+    if (load_run == 0) {
+      const int at = quotient(load_unit, spans);
+      load_run = __reduce_min_sync(0xffffffffu, place_pair<F>(map, row_begin + at * 16 + group, row_end - 1,
+                                                              min((load_unit - at * spans) * 4 + part, pieces - 1), load_index));
+    } else {
+      load_run--;
 #pragma unroll
-    for (int r = 0; r < 2; r++) raw[r] = F::load(parts[r], index[r] + zero);
-    if (++load_span == spans) load_span = 0, load_tile++;
+      for (int r = 0; r < 2; r++) load_index[r] += F::STRIDE;
+    }
+#pragma unroll
+    for (int r = 0; r < 2; r++) raw[r] = F::load(map.of_pair(r), load_index[r]);
+    load_unit++;
   }
 
   __device__ __forceinline__ void preload()
   {
-    load_tile = tile;
-    load_span = span;
+    load_unit = tile * spans + span;
+    load_run = 0;
 #pragma unroll
     for (int i = 0; i < DEPTH; i++) {
-      if (i < left) load_next(ring[i], 0);
+      if (i < left) load_next(ring[i]);
       else ring[i][0] = ring[i][1] = F::zero();
     }
   }
@@ -234,44 +282,45 @@ struct MmaRows {
     for (int r = 0; r < 2; r++) {
       sum[r] += __shfl_xor_sync(0xffffffffu, sum[r], 1);
       sum[r] += __shfl_xor_sync(0xffffffffu, sum[r], 2);
+      sum[r] *= F::UNIT;
     }
     if (part == 0) segments[(tile + warp) * 16 + group] = sum[0], segments[(tile + warp) * 16 + group + 8] = sum[1];
     sum[0] = sum[1] = 0.0f;
   }
 
-  /* Waits for the loads of a stage; the result is zero, which no compiler knows. */
-  __device__ __forceinline__ uint32_t settle(int slot) const
+  /* Waits for the loads of a stage, as the index of the next depends on them: adds zero, which no compiler knows. On every path: where
+   * one may come to the stage's use without, the compiler waits there, and for the loads that were issued between. */
+  __device__ __forceinline__ void settle(int slot)
   {
     uint32_t any = 0;
 #pragma unroll
     for (int i = 0; i < STAGE; i++) any |= F::touch(ring[slot + i][0]) | F::touch(ring[slot + i][1]);
-    return any & (gridDim.y - 1);
+    any &= gridDim.y - 1;
+    load_index[0] += any;
+    load_index[1] += any;
   }
 
   __device__ __forceinline__ void run(const SharedInput &in, float *segments)
   {
     static_assert(DEPTH % STAGE == 0 && DEPTH >= 2 * STAGE, "a stage in use, one on its way");
-    Column column(group, part);
+    Column column(F::BOOK);
+    const Lane lane(in, group, part, SORTED);
     float sum[2] = {0.0f, 0.0f};
     for (int first = 0; first < left; first += DEPTH) {
 #pragma unroll
       for (int slot = 0; slot < DEPTH; slot += STAGE) {
         const int unit = first + slot;
         if (unit >= left) break;
-        const uint32_t zero = settle(slot);
+        settle(slot);
         if (unit > 0) { /* into the stage that was used last */
 #pragma unroll
           for (int i = 0; i < STAGE; i++)
-            if (unit - STAGE + DEPTH + i < left) load_next(ring[(slot - STAGE + DEPTH + i) % DEPTH], zero);
+            if (unit - STAGE + DEPTH + i < left) load_next(ring[(slot - STAGE + DEPTH + i) % DEPTH]);
         }
 #pragma unroll
         for (int i = 0; i < STAGE; i++) {
           if (unit + i >= left) break;
-          const int piece = span * 4 + part;
-          float total[2];
-          multiply_pair(ring[slot + i], min(piece, pieces - 1), group, part, in, column, total);
-#pragma unroll
-          for (int r = 0; r < 2; r++) sum[r] += piece < pieces ? total[r] : 0.0f;
+          multiply_pair<SORTED>(ring[slot + i], span * 4, pieces, lane, in, column, sum);
           if (++span == spans) flush(sum, segments), span = 0, tile++;
         }
       }

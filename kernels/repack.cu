@@ -35,21 +35,25 @@ __device__ __forceinline__ void put_mxfp4(const K3CudaMatrix &m, int64_t at, con
   ((uint4 *)m.codes)[at] = make_uint4(w[0], w[1], w[2], w[3]);
 }
 
-/* The four entries' bits in a sub-block's qh, spread to bits 1, 3 and 7 of a byte each. */
-__device__ __forceinline__ uint32_t iq1_s_spread(uint32_t qh)
+/* Four entries' bits 8, 9, 10 of the index, three each, spread to bits 1, 3 and 7 of a byte each. */
+__device__ __forceinline__ uint32_t iq1_s_spread(uint32_t bits)
 {
   uint32_t r = 0;
 #pragma unroll
-  for (int l = 0; l < 4; l++) r |= ((qh >> (3 * l) & 1u) << 1 | (qh >> (3 * l) & 2u) << 2 | (qh >> (3 * l) & 4u) << 5) << (8 * l);
+  for (int l = 0; l < 4; l++) r |= ((bits >> (3 * l) & 1u) << 1 | (bits >> (3 * l) & 2u) << 2 | (bits >> (3 * l) & 4u) << 5) << (8 * l);
   return r;
 }
 
-/* qh of two sub-blocks in the order of weights.h. */
-__device__ __forceinline__ uint32_t iq1_s_pair(uint32_t qh)
+/* The word of `high` of record u, sub-blocks 2m and 2m + 1 of both halves, in the order of weights.h; qh: of four halves' pairs. */
+__device__ __forceinline__ uint32_t iq1_s_pair(const uint32_t qh[4], int u, int m)
 {
-  uint32_t odd = iq1_s_spread(qh >> 16);
-  uint32_t scales = (qh >> 12 & 3u) << 5 | (qh >> 14 & 1u) << 13 | (qh >> 28 & 1u) << 14 | (qh >> 29 & 3u) << 21;
-  return iq1_s_spread(qh) | __funnelshift_l(odd, odd, 1) | scales | (qh >> 15 & 1u) << 30 | (qh >> 31) << 29;
+  uint32_t own = qh[2 * u + m], r = (own >> 8 & 0x00100010u) | (own >> 1 & 0x30003000u) | (own >> 15 & 1u) << 21 | (own >> 31) << 5;
+#pragma unroll
+  for (int odd = 0; odd < 2; odd++) {
+    int at = 16 * odd + 6 * u;
+    r |= iq1_s_spread((qh[m] >> at & 63u) | (qh[2 + m] >> at & 63u) << 6) >> odd;
+  }
+  return r;
 }
 
 __device__ __forceinline__ void put_iq1_s(const K3CudaMatrix &m, int64_t at, const uint8_t *b)
@@ -61,11 +65,14 @@ __device__ __forceinline__ void put_iq1_s(const K3CudaMatrix &m, int64_t at, con
 #pragma unroll
   for (int i = 0; i < 12; i++)
     w[i] = b[2 + 4 * i] | b[3 + 4 * i] << 8 | b[4 + 4 * i] << 16 | (uint32_t)b[5 + 4 * i] << 24;
-  uint4 *codes = (uint4 *)m.codes + at * 2;
-  codes[0] = make_uint4(w[0], w[1], w[2], w[3]);
-  codes[1] = make_uint4(w[4], w[5], w[6], w[7]);
 #pragma unroll
-  for (int i = 0; i < 4; i++) ((uint32_t *)m.high)[at * 4 + i] = iq1_s_pair(w[8 + i]);
+  for (int u = 0; u < 2; u++) {
+    uint32_t codes[4];
+#pragma unroll
+    for (int q = 0; q < 4; q++) codes[q] = __byte_perm(w[q], w[4 + q], u ? 0x7632 : 0x5410);
+    ((uint4 *)m.codes)[at * 2 + u] = make_uint4(codes[0], codes[1], codes[2], codes[3]);
+    ((uint2 *)m.high)[at * 2 + u] = make_uint2(iq1_s_pair(w + 8, u, 0), iq1_s_pair(w + 8, u, 1));
+  }
 }
 
 /* Two bytes at `at` of block `block` of a GGUF format. */

@@ -4,10 +4,12 @@
  *   f32, f16, bf16  values [rows][cols], row-major
  *   q8_0       codes int8 [rows][cols];            scale float16 [rows][cols/32]
  *   mxfp4      codes 16 bytes a block of 32;       scale E8M0 byte [rows][cols/32]
- *   iq1_s      codes qs, 32 bytes a block of 256;  high qh, 16 bytes a block;   scale float16 d [rows][cols/256]
+ *   iq1_s      codes and high in two records a block of 256, of 16 and 8 bytes each; scale float16 d [rows][cols/256].
  *              Block b of rows 8k … 8k + 7 stands at ((k * cols/256) + b) * 8 + row % 8: a warp reads eight rows at once.
- *              A word of `high` is of two sub-blocks. Bits 8, 9, 10 of the index of the even one's entry l stand at 8l + 1, 8l + 3,
- *              8l + 7, of the odd one's one bit higher (32 is 0); the scales at 5, 6, 13 and 14, 21, 22, delta's signs at 30, 29.
+ *              Record u has entries 2u and 2u + 1 of every sub-block of 32: byte 4q + 2h + l of its codes is qs of entry 2u + l of
+ *              sub-block 4h + q. Word m of its high part is of q = 2m and 2m + 1: bits 8, 9, 10 of the index of the even one's byte
+ *              i = 2h + l stand at 8i + 1, 8i + 3, 8i + 7, of the odd one's one bit lower. There too, of sub-blocks 4u + q: the scales
+ *              at 4, 12, 13 and 20, 28, 29, delta's signs at 21 and 5.
  *   GGUF blocks: the parts of K3Format, one block's after another's
  * Each part starts at a multiple of 256 bytes in one allocation. Rows of several tensors that share an input stand best
  * in ONE matrix (q, k, v, g, f_a, b of a KDA layer; router, routed_down, shared gate, shared up): reserve all

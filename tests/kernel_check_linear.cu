@@ -48,7 +48,7 @@ static void free_sets(LinearSets *sets, int count)
 /* Where the codes of (row, column) of an iq1_s matrix are (kernels/weights.h). */
 static int64_t iq1_s_byte(const K3CudaMatrix *m, int64_t row, int64_t col)
 {
-  return ((row / 8 * (m->cols / 256) + col / 256) * 16 + row % 8 * 2 + col / 128 % 2) * 16 + col % 128 / 8;
+  return ((row / 8 * (m->cols / 256) + col / 256) * 16 + row % 8 * 2 + col / 16 % 2) * 16 + col / 32 % 4 * 4 + col / 128 % 2 * 2 + col / 8 % 2;
 }
 
 static double run_linear(const K3CudaLaunch *launch, const K3CudaLinear *linear, const float *before, int64_t rows,
