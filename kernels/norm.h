@@ -49,6 +49,9 @@ typedef struct {
   K3CudaVector x;
 } K3CudaNorm;
 K3Status k3_cuda_norm(const K3CudaLaunch *launch, const K3CudaNorm *norm);
+/* The same by another kernel that calls norm_vector (norm.cuh): its `arguments`, checked and launched as norm wants. */
+K3Status k3_cuda_norm_launch(const K3CudaLaunch *launch, const char *kernel, const void *function,
+                             const K3CudaNorm *norm, void **arguments);
 
 /* score[i] = a[i] * b[i], at load time. */
 K3Status k3_cuda_norm_score(const K3CudaLaunch *launch, const float *a, const float *b, int64_t n, float *score);
