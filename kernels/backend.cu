@@ -2,13 +2,15 @@
  *
  * Environment, for measuring and tests:
  *   K3_VERBOSE=1         figures on stderr: loading, what a step reads phase by phase, launching
- *   K3_PHASE_TIMES=1     phase times in captured steps too (about 190 tiny kernels more in a step of 93 layers)
+ *   K3_PHASE_TIMES=1     phase times in captured steps too (about 190 tiny kernels more in a step of 93 layers,
+ *                        and the sums over ranks are kernels apart from the norms that otherwise make them)
  *   K3_WATCHDOG_S=60     seconds until a step counts as hung; MPI between steps waits five times as long
  *   K3_PDL=0             no programmatic dependent launch
  *   K3_COMM=nccl|device|staged  comm_nccl.cu, comm_device.cu
  *   K3_POOL=separate     pool.cu
  *   K3_TEST_STOP_AT=POSITION  the last rank stops itself before that step is replayed
  *   K3_TEST_COMM_SPIN_NS=N    comm_device.cu: nanoseconds between a rank's reading and the end of the round
+ *   K3_TEST_NORM_APART        comm_device.cu: sums over ranks and norms are two kernels, always
  *   K3_TEST_OVERSIZED_LAUNCH=PHASE  plants a launch that must fail
  *   K3_TEST_SLICES=N          step_attention.cu: so many slices, empty ones included
  *   K3_TEST_TUNE_WRONG        tune.cu: the choice is checked against a wrong reference */

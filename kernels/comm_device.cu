@@ -1,15 +1,17 @@
-/* The step's small collectives over NCCL's device API: low-latency all-to-all sessions. See backend.h. Layer: backend (CUDA).
+/* The step's small collectives over NCCL's device API. See backend.h. Layer: backend (CUDA).
  *
- * For GPUs that can load from and store to each other's memory. Every 8 bytes travel in a 16-byte store that carries the round's
- * number beside them, into a slot of the receiver's that belongs to sender, block and parity of the round: the receiver polls the
- * slot itself, so there is no barrier. The number lives in device memory and is counted on by the kernel, and nothing of it is
- * frozen in a graph (known fault F28). A slot is written again two rounds later, by a sender that has then received the round
- * between, which its peer's block sent after it had read all of this one (known fault F29): so every block sends at least one
- * slot to every peer, and reads one from it, in every round.
+ * For GPUs that can load from and store to each other's memory. Sums go by posted values (posts.cuh): reduce_kernel, a thread four
+ * floats (and those every BLOCKS · 512th after them), and sum_norm_kernel, the norm (norm.cuh) of a sum that its own threads make. All
+ * ranks send all they have to all; bound: latency.
  *
- * reduce_kernel: a block 128 pairs of floats (and every BLOCKS · 128th after them); all ranks send all they have to all, and sum in
- * rank order: the same bits everywhere. exchange_kernel: the pieces of a gather or of an all-to-all, likewise dealt. Bytes sent: 2 ·
- * the message to each peer; bound: latency. What does not fit the slots goes to the plain NCCL call (comm_nccl.cu), the twin. */
+ * exchange_kernel, the pieces of a gather or of an all-to-all, may carry any bits: low-latency all-to-all sessions. Every 8 bytes travel in
+ * a 16-byte store that carries the round's number beside them, into a slot of the receiver's that belongs to sender, block and parity of
+ * the round: the receiver polls the slot itself, so there is no barrier. The number lives in device memory and is counted on by the
+ * kernel, and nothing of it is frozen in a graph (known fault F28). A slot is written again two rounds later, by a sender that has then
+ * received the round between, which its peer's block sent after it had read all of this one (known fault F29): so every block sends at
+ * least one slot to every peer, and reads one from it, in every round. Bytes sent: 2 · the message to each peer; bound: latency.
+ *
+ * What does not fit the cells or slots goes to the plain NCCL call (comm_nccl.cu), the twin. */
 #ifdef HAVE_CONFIG_H
 #include <config.h>
 #endif
@@ -29,13 +31,16 @@
 #include <nccl_device.h>
 #pragma GCC diagnostic pop
 
-#include "kernels/wait.cuh"
+#include "kernels/norm.cuh"
+#include "kernels/posts.cuh"
 
 namespace {
 
 enum { BLOCKS = 56, THREADS = 128, PAIR_SLOTS = 2 * THREADS, MOST_RANKS = 16, MOST_BUFFERS = 3, MOST_GROUPS = 7 };
+/* Blocks of posts: the norm's cluster, then reduce_kernel's; cells of a thread of the latter. */
+enum { FIRST_REDUCE = k3::CLUSTER, POST_BLOCKS = FIRST_REDUCE + BLOCKS, THREAD_CELLS = k3::POST_CELLS / THREADS };
 
-/* What both kernels need. */
+/* What an exchange needs. */
 typedef struct {
   ncclDevComm comm;
   ncclLLA2AHandle handle;
@@ -43,7 +48,7 @@ typedef struct {
 } Session;
 
 typedef struct {
-  Session session;
+  k3::PostSession session;
   float *data;
   int64_t count;
 } Reduce;
@@ -61,48 +66,96 @@ typedef struct {
   Buffer buffer[MOST_BUFFERS];
 } Exchange;
 
-__device__ void linger(int64_t spin_ns)
-{
-  if (spin_ns == 0) return;
-  unsigned long long begin, now;
-  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(begin)::"memory");
-  do asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now)::"memory");
-  while ((int64_t)(now - begin) < spin_ns);
-}
-
 typedef ncclLLA2ASession<ncclCoopCta> Slots;
 
-struct Same {
-  __device__ float2 operator()(float2 x) const { return x; }
-};
+/* Four floats of a vector of `count`, zeros past its end. */
+__device__ float4 load_cell(const float *data, int64_t at, int64_t count)
+{
+  if (at + 4 <= count) return __ldcg((const float4 *)(data + at));
+  float x[3];
+  for (int i = 0; i < 3; i++) x[i] = at + i < count ? __ldcg(data + at + i) : 0.0f;
+  return make_float4(x[0], x[1], x[2], 0.0f);
+}
 
-struct Add {
-  __device__ float2 operator()(float2 x, float2 y) const { return make_float2(x.x + y.x, x.y + y.y); }
-};
+__device__ void store_cell(float *data, int64_t at, int64_t count, float4 x)
+{
+  if (at + 4 <= count) {
+    *(float4 *)(data + at) = x;
+    return;
+  }
+  data[at] = x.x;
+  if (at + 1 < count) data[at + 1] = x.y;
+  if (at + 2 < count) data[at + 2] = x.z;
+}
 
-__global__ void __launch_bounds__(THREADS) reduce_kernel(const __grid_constant__ Reduce a)
+template <int WORLD> __global__ void __launch_bounds__(THREADS) reduce_kernel(const __grid_constant__ Reduce a)
 {
   k3_wait();
-  ncclCoopCta block;
-  const ncclDevComm &comm = a.session.comm;
-  Slots slots(block, comm, ncclTeamLsa(comm), a.session.handle, blockIdx.x, 0);
-  int mine = comm.lsaRank * PAIR_SLOTS, world = comm.lsaSize;
-  int64_t units = (a.count + 1) / 2, first = (int64_t)blockIdx.x * THREADS + threadIdx.x;
-  int64_t stride = (int64_t)gridDim.x * THREADS;
-  int slot = threadIdx.x;
-  for (int64_t u = first; u < units; u += stride, slot += THREADS) {
-    float2 x = make_float2(__ldcg(a.data + 2 * u), 2 * u + 1 < a.count ? __ldcg(a.data + 2 * u + 1) : 0.0f);
-    slots.bcast(mine + slot, x);
+  const k3::Posts<WORLD> posts(a.session, FIRST_REDUCE + blockIdx.x);
+  float4 mine[THREAD_CELLS];
+  const int64_t first = ((int64_t)blockIdx.x * THREADS + threadIdx.x) * 4, stride = (int64_t)gridDim.x * THREADS * 4;
+#pragma unroll
+  for (int k = 0; k < THREAD_CELLS; k++)
+    if (first + k * stride < a.count)
+      mine[k] = posts.send(k * THREADS + threadIdx.x, load_cell(a.data, first + k * stride, a.count));
+#pragma unroll
+  for (int k = 0; k < THREAD_CELLS; k++)
+    if (first + k * stride < a.count)
+      store_cell(a.data, first + k * stride, a.count, posts.sum(k * THREADS + threadIdx.x, mine[k]));
+  k3::linger(a.session.spin_ns);
+#pragma unroll
+  for (int k = 0; k < THREAD_CELLS; k++)
+    if (first + k * stride < a.count) posts.empty(k * THREADS + threadIdx.x);
+  __syncthreads();
+  if (threadIdx.x == 0) posts.end();
+}
+
+/* The branch as the sum of what all ranks have of it. */
+template <int WORLD> class Summed {
+  const k3::Posts<WORLD> posts;
+  const int64_t spin_ns;
+  bool used;
+
+public:
+  __device__ __forceinline__ explicit Summed(const k3::PostSession &session)
+      : posts(session, blockIdx.x), spin_ns(session.spin_ns), used(false)
+  {
   }
-  slot = threadIdx.x;
-  for (int64_t u = first; u < units; u += stride, slot += THREADS) {
-    float2 sum = world == 2 ? slots.recvReduce<2, float2>(slot, world, PAIR_SLOTS, Same(), Add())
-                            : slots.recvReduce<8, float2>(slot, world, PAIR_SLOTS, Same(), Add());
-    a.data[2 * u] = sum.x;
-    if (2 * u + 1 < a.count) a.data[2 * u + 1] = sum.y;
+
+  __device__ __forceinline__ float4 operator()(const float *from, bool there)
+  {
+    used = there;
+    return there ? posts.sum(threadIdx.x, posts.send(threadIdx.x, __ldcg((const float4 *)from)))
+                 : make_float4(0, 0, 0, 0);
   }
-  linger(a.session.spin_ns);
-  slots.endEpoch(block);
+
+  __device__ __forceinline__ ~Summed()
+  {
+    k3::linger(spin_ns);
+    if (used) posts.empty(threadIdx.x);
+    if (threadIdx.x == 0) posts.end(); /* the norm's threads have met */
+  }
+};
+
+typedef struct {
+  k3::PostSession session;
+  K3CudaNorm norm;
+} SumAndNorm;
+
+template <int WORLD>
+__global__ void __launch_bounds__(k3::POST_CELLS, 1)
+    sum_norm_kernel(const __grid_constant__ SumAndNorm a, const float per_n)
+{
+  k3::norm_vector<Summed<WORLD>>(a.norm, per_n, a.session);
+}
+
+/* When the communicator is made. */
+__global__ void empty_posts_kernel(const __grid_constant__ k3::PostSession a)
+{
+  k3_wait();
+  const size_t bytes = k3::post_bytes(a.comm.lsaSize);
+  uint32_t *own = (uint32_t *)((char *)ncclGetResourceBufferLocalPointer(a.comm, a.memory) + blockIdx.x * bytes);
+  for (size_t i = threadIdx.x; i < bytes / 4; i += blockDim.x) own[i] = i < k3::POST_LINE / 4 ? 0u : 0xffffffffu;
 }
 
 /* Units of two words: `count` of each buffer for one rank. */
@@ -169,39 +222,59 @@ __global__ void __launch_bounds__(THREADS *MOST_GROUPS) exchange_kernel(const __
     for (int64_t u = first; u < units; u += stride, slot += THREADS) store_unit(a, rank, u, slots.recv<uint2>(slot));
     if (units <= begin && thread == 0) (void)slots.recv<uint2>(rank * PAIR_SLOTS);
   }
-  linger(a.session.spin_ns);
+  k3::linger(a.session.spin_ns);
   slots.endEpoch(block);
 }
 
 typedef struct {
   Session session;
+  k3::PostSession posts;
   K3CudaComm plain; /* NCCL's calls, for what does not fit */
 } Device;
 
 Device *device_of(K3Cuda *cuda) { return (Device *)cuda->collectives.device; }
 
-/* Blocks for messages of up to `units` to a rank; 0: too long. All ranks find the same. */
-unsigned blocks_for(int64_t units)
+/* Blocks for messages of up to `units` to a rank, of which a block serves `most` at most; 0: too long. All ranks find the same. */
+unsigned blocks_for(int64_t units, int64_t most)
 {
   int64_t blocks = (units + THREADS - 1) / THREADS;
-  if (units > (int64_t)BLOCKS * PAIR_SLOTS) return 0;
+  if (units > BLOCKS * most) return 0;
   return (unsigned)(blocks < 1 ? 1 : blocks < BLOCKS ? blocks : (int64_t)BLOCKS);
 }
+
+/* The instance for this number of ranks. */
+#define OF_WORLD(kernel, world) \
+  ((world) == 2 ? (const void *)kernel<2> : (world) == 8 ? (const void *)kernel<8> : (const void *)kernel<0>)
 
 K3Status device_all_reduce(K3Cuda *cuda, float *data, int64_t count)
 {
   Device *device = device_of(cuda);
-  unsigned blocks = blocks_for((count + 1) / 2);
+  unsigned blocks = blocks_for((count + 3) / 4, k3::POST_CELLS);
   if (count < 1) return K3_OK;
   if (blocks == 0) return device->plain.all_reduce(cuda, data, count);
   Reduce a;
   memset(&a, 0, sizeof a);
-  a.session = device->session;
+  a.session = device->posts;
   a.data = data;
   a.count = count;
   void *arguments[] = {&a};
-  return k3_cuda_launch_kernel(&cuda->launch, "reduce_kernel", (const void *)reduce_kernel, blocks, THREADS, 1, 0,
-                               arguments);
+  return k3_cuda_launch_kernel(&cuda->launch, "reduce_kernel", OF_WORLD(reduce_kernel, cuda->world), blocks, THREADS, 1,
+                               0, arguments);
+}
+
+K3Status device_all_reduce_norm(K3Cuda *cuda, const K3CudaNorm *norm)
+{
+  if (norm->n > (int64_t)k3::CLUSTER * k3::POST_CELLS * 4) {
+    K3_TRY(device_all_reduce(cuda, (float *)norm->branch, norm->n));
+    return k3_cuda_norm(&cuda->launch, norm);
+  }
+  SumAndNorm a;
+  memset(&a, 0, sizeof a);
+  a.session = device_of(cuda)->posts;
+  a.norm = *norm;
+  float per_n = 1.0f / (float)norm->n;
+  void *arguments[] = {&a, &per_n};
+  return k3_cuda_norm_launch(&cuda->launch, "sum_norm_kernel", OF_WORLD(sum_norm_kernel, cuda->world), norm, arguments);
 }
 
 /* Words of `count` elements; -1: no whole number. */
@@ -256,7 +329,7 @@ K3Status device_all_gather(K3Cuda *cuda, int buffers, const void *const *own, vo
     fits &= fill_side(cuda, pieces[b], size, buffer->received_at, buffer->received);
     for (int r = 0; r < cuda->world; r++) buffer->sent[r] = buffer->received[cuda->rank];
   }
-  unsigned blocks = fits ? blocks_for(most_units(cuda, &a, 0)) : 0;
+  unsigned blocks = fits ? blocks_for(most_units(cuda, &a, 0), PAIR_SLOTS) : 0;
   if (blocks == 0) return device_of(cuda)->plain.all_gather(cuda, buffers, own, data, pieces, size);
   return launch_exchange(cuda, &a, blocks);
 }
@@ -276,7 +349,7 @@ K3Status device_all_to_all(K3Cuda *cuda, int buffers, float *const *send, const 
     fits &= fill_side(cuda, sent[b], 4, buffer->sent_at, buffer->sent) &&
             fill_side(cuda, received[b], 4, buffer->received_at, buffer->received);
   }
-  unsigned blocks = fits ? blocks_for(most_units(cuda, &a, 1)) : 0;
+  unsigned blocks = fits ? blocks_for(most_units(cuda, &a, 1), PAIR_SLOTS) : 0;
   if (blocks == 0) return device_of(cuda)->plain.all_to_all(cuda, buffers, send, sent, receive, received);
   return launch_exchange(cuda, &a, blocks);
 }
@@ -297,14 +370,27 @@ void device_close(K3Cuda *cuda)
 int create(K3Cuda *cuda, Device *device)
 {
   ncclComm_t comm = (ncclComm_t)cuda->collectives.state;
-  ncclDevResourceRequirements_t buffer;
+  ncclDevResourceRequirements_t buffer, posts;
   ncclDevCommRequirements_t wanted;
   memset(&buffer, 0, sizeof buffer);
+  memset(&posts, 0, sizeof posts);
   memset(&wanted, 0, sizeof wanted);
   if (ncclLLA2ACreateRequirement(BLOCKS, cuda->world * PAIR_SLOTS, &device->session.handle, &buffer) != ncclSuccess)
     return 0;
+  posts.bufferSize = POST_BLOCKS * k3::post_bytes(cuda->world);
+  posts.bufferAlign = k3::POST_LINE;
+  posts.outBufferHandle = &device->posts.memory;
+  buffer.next = &posts;
   wanted.resourceRequirementsList = &buffer;
-  return ncclDevCommCreate(comm, &wanted, &device->session.comm) == ncclSuccess;
+  if (ncclDevCommCreate(comm, &wanted, &device->session.comm) != ncclSuccess) return 0;
+  device->posts.comm = device->session.comm;
+  void *arguments[] = {&device->posts};
+  if (k3_cuda_launch_kernel(&cuda->launch, "empty_posts_kernel", (const void *)empty_posts_kernel, POST_BLOCKS, 256, 1,
+                            0, arguments) == K3_OK &&
+      cudaStreamSynchronize(cuda->stream) == cudaSuccess)
+    return 1;
+  (void)ncclDevCommDestroy(comm, &device->session.comm);
+  return 0;
 }
 
 /* 1 when all ranks say 1. */
@@ -339,11 +425,12 @@ K3Status k3_cuda_comm_device_open(K3Cuda *cuda, int required)
               cuda->world, version, NCCL_VERSION_CODE);
     return K3_OK;
   }
-  device->session.spin_ns = spin ? atoll(spin) : 0;
+  device->session.spin_ns = device->posts.spin_ns = spin ? atoll(spin) : 0;
   device->plain = cuda->collectives;
   cuda->collectives.name = "nccl device API";
   cuda->collectives.device = device;
   cuda->collectives.all_reduce = device_all_reduce;
+  if (!getenv("K3_TEST_NORM_APART")) cuda->collectives.all_reduce_norm = device_all_reduce_norm;
   cuda->collectives.all_gather = device_all_gather;
   cuda->collectives.all_to_all = device_all_to_all;
   cuda->collectives.close = device_close;

@@ -40,6 +40,19 @@ static K3CudaVector watched(const K3Cuda *cuda, int64_t s)
   return x;
 }
 
+/* Whether a norm sums its branch over the ranks itself. Where phases are timed the sums are kernels of their own, to the same bits:
+ * what the phase comm is said to be, waiting for other ranks included, would otherwise be in the sublayers. */
+static int norm_sums(const K3Cuda *cuda)
+{
+  return cuda->communicates && cuda->collectives.all_reduce_norm && !cuda->timer;
+}
+
+/* The end of a sublayer: `branch` is summed over the ranks here unless the norm that follows does. */
+static K3Status reduce_branch(K3Cuda *cuda, int norm_follows)
+{
+  return norm_follows && norm_sums(cuda) ? K3_OK : k3_step_reduce(cuda, cuda->branch, cuda->config->hidden_size);
+}
+
 /* What the norm of sublayer s does to the residual stream besides. */
 typedef struct {
   int64_t banked;
@@ -67,7 +80,7 @@ static K3Status mix_and_norm(K3Cuda *cuda, int64_t layer, int64_t s, const float
   a.norm = k3_cuda_tensor(cuda, layer, norm)->vector;
   a.res_eps = a.eps = (float)cuda->config->rms_norm_eps;
   a.x = watched(cuda, s);
-  return k3_cuda_norm(&cuda->launch, &a);
+  return a.branch && norm_sums(cuda) ? cuda->collectives.all_reduce_norm(cuda, &a) : k3_cuda_norm(&cuda->launch, &a);
 }
 
 /* The bank grows in layers 0, B, 2B … of blocks of B; sublayers 2i + 1 … 2(i + B) meet what layer i has left. */
@@ -112,11 +125,11 @@ static K3Status attention_sublayer(K3Cuda *cuda, int64_t i, int64_t *banked)
   *banked += residual.append;
   if (phase == K3_PHASE_ATTN_KDA) K3_TRY(k3_step_attend_kda(cuda, i, x));
   else K3_TRY(k3_step_attend_mla(cuda, i, x));
-  K3_TRY(k3_step_reduce(cuda, cuda->branch, c->hidden_size));
+  K3_TRY(reduce_branch(cuda, 1));
   return end_phase(cuda);
 }
 
-static K3Status ffn_sublayer(K3Cuda *cuda, int64_t i, int64_t banked)
+static K3Status ffn_sublayer(K3Cuda *cuda, int64_t i, int64_t banked, int choose)
 {
   const K3Config *c = cuda->config;
   K3Phase phase = k3_config_is_dense(c, i) ? K3_PHASE_FFN_DENSE : K3_PHASE_FFN_MOE;
@@ -129,7 +142,7 @@ static K3Status ffn_sublayer(K3Cuda *cuda, int64_t i, int64_t banked)
   K3_TRY(mix_and_norm(cuda, i, 2 * i + 1, cuda->layers[i].ffn_score, K3_ROLE_POST_ATTN_NORM, residual));
   if (phase == K3_PHASE_FFN_DENSE) K3_TRY(k3_step_feed_dense(cuda, i, x));
   else K3_TRY(k3_step_feed_moe(cuda, i, x));
-  K3_TRY(k3_step_reduce(cuda, cuda->branch, c->hidden_size));
+  K3_TRY(reduce_branch(cuda, i + 1 < c->num_layers || choose));
   return end_phase(cuda);
 }
 
@@ -202,7 +215,7 @@ K3Status k3_cuda_enqueue_step(K3Cuda *cuda, int choose)
   K3_TRY(embed(cuda));
   for (int64_t i = 0; i < cuda->config->num_layers; i++) {
     K3_TRY(attention_sublayer(cuda, i, &banked));
-    K3_TRY(ffn_sublayer(cuda, i, banked));
+    K3_TRY(ffn_sublayer(cuda, i, banked, choose));
   }
   K3_TRY(begin_phase(cuda, -1, K3_PHASE_HEAD));
   if (choose) K3_TRY(head(cuda, banked));
