@@ -59,10 +59,13 @@ if wanted comm; then
   done
 fi
 
-# us a step for all collectives, from the microseconds of each message (the median, after a kernel that touches the data)
+# us a step for all collectives, from the microseconds of each message (the median, after a kernel that touches the data); the norms
+# are in the slice: what they take more with their all-reduce
 collectives_us() {
   awk -v layers="$2" -v mla="$3" '
-    /^all-reduce 7168 f32/ { us += (2 * layers + 1) * $(NF - 1) }
+    /^all-reduce 7168 f32/ { us += $(NF - 1) }
+    /^norm 7168 f32/ { us -= 2 * layers * $(NF - 1) }
+    /^norm with the all-reduce 7168 f32/ { us += 2 * layers * $(NF - 1) }
     /^gather latent 3584/ || /^all-reduce 3584 f32/ { us += (layers - 1) * $(NF - 1) }
     /^gather queries/ || /^all-to-all partials/ { us += mla * $(NF - 1) }
     /^gather pairs/ { us += $(NF - 1) }

@@ -8,7 +8,8 @@
  * the step is counted on the device), sent at once, and summed up bit by bit. One rank is delayed by a spin: before it sends, between
  * its reading and the next fill, and (K3_COMM=device) inside the kernel before the end of the round. 1,000 replays of the captured
  * step must give the checksums of 1,000 steps that were not captured, all ranks the same ones where all get the same, and the first
- * steps those that the host computes. Two controls plant a fault, and must be caught. Exit status 0, or 1 when a row failed. */
+ * steps those that the host computes. Two controls plant a fault, and must be caught. Then the norm that sums its input over the ranks
+ * in its own kernel: every bit that it leaves, against the two kernels. Exit status 0, or 1 when a row failed. */
 #ifdef HAVE_CONFIG_H
 #include <config.h>
 #endif
@@ -25,16 +26,18 @@ namespace {
 
 enum { MOST = 8, THREADS = 256, MOST_RANKS = 16, HOST_STEPS = 6 };
 enum { REDUCE, GATHER, ALL_TO_ALL };
+enum { NORM_NONE, NORM_ALONE /* without the all-reduce: for its time */, NORM_APART, NORM_WITH };
 enum { SPIN_NONE, SPIN_BEFORE, SPIN_AFTER, SPIN_INSIDE };
 enum { CONTROL_NONE, CONTROL_FLIP, CONTROL_SKIP };
 
 /* What a step of Kimi K3 sends, and sizes off every boundary. Pieces are in elements of `size` bytes. */
-typedef struct {
+struct Message {
   const char *name;
   int kind, buffers;
   int64_t size;
   int64_t total[3]; /* elements: of the whole vector; all-to-all: of what each rank gets from one */
-} Message;
+  int norm = NORM_NONE; /* of its result, which is left in the place of the message */
+};
 
 const Message messages[] = {
     {"all-reduce 7168 f32", REDUCE, 1, 4, {7168}},
@@ -46,6 +49,10 @@ const Message messages[] = {
     {"all-reduce 1023 f32", REDUCE, 1, 4, {1023}},
     {"gather 1001 + 3 f32, uneven", GATHER, 2, 4, {1001, 3}},
     {"all-reduce 163840 f32", REDUCE, 1, 4, {163840}},
+    {"norm 7168 f32", REDUCE, 1, 4, {7168}, NORM_ALONE},
+    {"norm behind an all-reduce 7168 f32", REDUCE, 1, 4, {7168}, NORM_APART},
+    {"norm with the all-reduce 7168 f32", REDUCE, 1, 4, {7168}, NORM_WITH},
+    {"norm with the all-reduce 1000 f32", REDUCE, 1, 4, {1000}, NORM_WITH},
 };
 enum { MESSAGES = sizeof messages / sizeof *messages };
 
@@ -55,6 +62,7 @@ typedef struct {
   int64_t room;
   int64_t *d_step;
   unsigned long long *d_sums;
+  float *norm; /* [NORM_FLOATS]: what norm_of puts there */
   int64_t replays, failed, rows;
   unsigned long long digest; /* of the checksums: the same for all ways of communicating, up to two ranks */
 } Check;
@@ -184,8 +192,42 @@ void shape_of(const Check *check, const Message *m, Shape *s)
   }
 }
 
-/* Puts this rank's contribution in place and sends it. */
-K3Status enqueue_message(Check *check, int index, int k, int skip, int *filled)
+/* --- the norm ----------------------------------------------------------------------------------------------------- */
+
+enum {
+  NORM_MOST = 12288,
+  NORM_IN = 4 * NORM_MOST + K3_NORM_MIX + 1,
+  NORM_OUT = 4 * NORM_MOST,
+  NORM_FLOATS = NORM_IN + NORM_OUT
+};
+
+/* A norm of n values whose p is `branch`: read and written in place. In check->norm: bank's part, score, norm, p, mix; outputs behind. */
+K3CudaNorm norm_of(const Check *check, float *branch, int64_t n, int early)
+{
+  K3CudaNorm a;
+  memset(&a, 0, sizeof a);
+  float *in = check->norm, *out = in + NORM_IN;
+  a.n = n;
+  a.mixed = in, a.score = in + NORM_MOST, a.norm = in + 2 * NORM_MOST, a.mix = in + 4 * NORM_MOST;
+  a.p = branch, a.branch = branch, a.replace = 1;
+  a.early = early;
+  a.res_eps = a.eps = 1e-5f;
+  a.x.scales = out + 2 * NORM_MOST, a.x.codes = (int8_t *)(out + 3 * NORM_MOST);
+  if (n % 32) a.x.codes = NULL, a.x.values = out;
+  return a;
+}
+
+/* As a step does it: in one kernel where the collectives serve that. */
+K3Status reduce_and_norm(Check *check, const K3CudaNorm *a, int how)
+{
+  K3CudaComm *collectives = &check->cuda.collectives;
+  if (how == NORM_WITH && collectives->all_reduce_norm) return collectives->all_reduce_norm(&check->cuda, a);
+  if (how != NORM_ALONE) K3_TRY(collectives->all_reduce(&check->cuda, (float *)a->branch, a->n));
+  return k3_cuda_norm(&check->cuda.launch, a);
+}
+
+/* Puts this rank's contribution in place and sends it. early: the kernel before has waited for all before itself. */
+K3Status enqueue_message(Check *check, int index, int k, int skip, int early, int *filled)
 {
   K3Cuda *cuda = &check->cuda;
   const Message *m = &messages[index];
@@ -217,6 +259,10 @@ K3Status enqueue_message(Check *check, int index, int k, int skip, int *filled)
     *filled = (int)got;
   }
   if (skip) return K3_OK;
+  if (m->norm) {
+    const K3CudaNorm norm = norm_of(check, (float *)receive, s.words[0], early);
+    return reduce_and_norm(check, &norm, m->norm);
+  }
   if (m->kind == REDUCE) return cuda->collectives.all_reduce(cuda, (float *)receive, s.words[0]);
   if (m->kind == GATHER) return cuda->collectives.all_gather(cuda, m->buffers, own, data, s.pieces, m->size);
   return cuda->collectives.all_to_all(cuda, m->buffers, out, s.pieces, in, s.received);
@@ -264,7 +310,7 @@ K3Status enqueue_step(Check *check, const Step *step, int captured)
     int got = 0;
     void *spin[] = {&check->d_step, &k, &ns};
     if (spins && step->spin == SPIN_BEFORE) K3_TRY(launch(check, "spin_kernel", (const void *)spin_kernel, 1, 1, spin));
-    K3_TRY(enqueue_message(check, step->kinds[k], k, captured && k == 0 && step->control == CONTROL_SKIP, &got));
+    K3_TRY(enqueue_message(check, step->kinds[k], k, captured && k == 0 && step->control == CONTROL_SKIP, 1, &got));
     if (spins && step->spin == SPIN_AFTER) K3_TRY(launch(check, "spin_kernel", (const void *)spin_kernel, 1, 1, spin));
     if (captured && k == 0 && step->control == CONTROL_FLIP && check->cuda.rank == 0) {
       void *flip[] = {&check->receive, &check->d_step};
@@ -364,13 +410,77 @@ K3Status check_step(Check *check, Step step)
   return K3_OK;
 }
 
+/* What a norm of n leaves, with unlike inputs for each seed: its branch is this rank's own. plant: one value of one
+ * rank's is moved. */
+K3Status run_norm(Check *check, int64_t n, int seed, int how, int plant, std::vector<uint32_t> *left)
+{
+  K3Cuda *cuda = &check->cuda;
+  std::vector<float> in(NORM_IN), branch((size_t)n);
+  for (int64_t i = 0; i < NORM_IN; i++) in[i] = k3_float_from_bits(word_of(seed, 8, 0, i, REDUCE));
+  in[4 * NORM_MOST + 1] = 3.0f + fabsf(in[4 * NORM_MOST + 1]),
+                     in[4 * NORM_MOST + 2] = 2.0f * (float)n; /* Σ exp, |mixed|² */
+  for (int64_t i = 0; i < n; i++) branch[i] = k3_float_from_bits(word_of(seed, 9, cuda->rank, i, REDUCE));
+  if (plant && cuda->rank == cuda->world - 1) branch[n - 1] += 1.0f;
+  K3CudaNorm a = norm_of(check, (float *)check->receive, n, seed % 2);
+  if (seed % 4 < 2) a.p = check->norm + 3 * NORM_MOST, a.replace = 0, a.banked = check->norm + NORM_IN + NORM_MOST;
+  if (seed % 3 == 0) a.mixed = a.mix = a.score = NULL;
+  K3_CUDA_TRY(cudaMemset(check->norm, 0xff, NORM_FLOATS * 4));
+  K3_CUDA_TRY(cudaMemcpy(check->norm, in.data(), NORM_IN * 4, cudaMemcpyHostToDevice));
+  K3_CUDA_TRY(cudaMemcpy(check->receive, branch.data(), (size_t)n * 4, cudaMemcpyHostToDevice));
+  K3_CUDA_TRY(cudaDeviceSynchronize());
+  K3_TRY(reduce_and_norm(check, &a, how));
+  K3_TRY(k3_cuda_wait(cuda));
+  left->resize(NORM_FLOATS + (size_t)n);
+  K3_CUDA_TRY(cudaMemcpy(left->data(), check->norm, NORM_FLOATS * 4, cudaMemcpyDeviceToHost));
+  if (a.replace)
+    K3_CUDA_TRY(cudaMemcpy(left->data() + NORM_FLOATS, check->receive, (size_t)n * 4, cudaMemcpyDeviceToHost));
+  return K3_OK;
+}
+
+/* One kernel against two. */
+K3Status check_norms(Check *check)
+{
+  enum { SEEDS = 12 };
+  static const int64_t sizes[] = {7168, 8192, 4096, 1000, 64, NORM_MOST};
+  if (!check->cuda.collectives.all_reduce_norm) return K3_OK;
+  if (check->cuda.rank == 0)
+    printf("# norm with its all-reduce in one kernel against two, %d inputs: words that differ; with a value of one "
+           "rank moved\n",
+           SEEDS);
+  for (int64_t n : sizes) {
+    int64_t wrong[2] = {0, 0}, missed = 0;
+    for (int seed = 0; seed < SEEDS; seed++) {
+      std::vector<uint32_t> apart, with, planted;
+      K3_TRY(run_norm(check, n, seed, NORM_APART, 0, &apart));
+      K3_TRY(run_norm(check, n, seed, NORM_WITH, 0, &with));
+      K3_TRY(run_norm(check, n, seed, NORM_WITH, 1, &planted));
+      int64_t differ[2] = {0, 0};
+      for (size_t i = 0; i < apart.size(); i++) differ[0] += apart[i] != with[i], differ[1] += apart[i] != planted[i];
+      for (int k = 0; k < 2; k++) wrong[k] += differ[k];
+      missed += differ[1] == 0;
+    }
+    int64_t all[3] = {wrong[0], wrong[1], missed};
+    K3_TRY(check->cuda.comm->all_reduce(check->cuda.comm, all, 3, K3_ELEMENT_I64, K3_REDUCE_SUM));
+    const int good = all[0] == 0 && all[2] == 0;
+    check->failed += !good;
+    check->rows++;
+    if (check->cuda.rank == 0)
+      printf("norm %-6lld %10lld %10lld  %s\n", (long long)n, (long long)all[0], (long long)all[1],
+             good ? "ok" : "FAIL");
+  }
+  return K3_OK;
+}
+
 K3Status check_all(Check *check)
 {
   static const Step lists[] = {{5, {0, 1, 2, 3, 4}, SPIN_NONE, -1, CONTROL_NONE},
                                {6, {0, 1, 2, 3, 4, 5}, SPIN_NONE, -1, CONTROL_NONE},
                                {1, {0}, SPIN_NONE, -1, CONTROL_NONE},
                                {2, {0, 2}, SPIN_NONE, -1, CONTROL_NONE},
-                               {3, {6, 7, 8}, SPIN_NONE, -1, CONTROL_NONE}};
+                               {3, {6, 7, 8}, SPIN_NONE, -1, CONTROL_NONE},
+                               {1, {11}, SPIN_NONE, -1, CONTROL_NONE},
+                               {4, {11, 1, 12, 11}, SPIN_NONE, -1, CONTROL_NONE},
+                               {3, {11, 0, 10}, SPIN_NONE, -1, CONTROL_NONE}};
   if (check->cuda.rank == 0)
     printf("# collectives a step, where and which rank is delayed, replays; wrong checksums of all ranks\n"
            "%2s  %-17s %4s  %8s  %14s %13s %10s\n",
@@ -393,7 +503,8 @@ K3Status check_all(Check *check)
   control.control = CONTROL_FLIP;
   K3_TRY(check_step(check, control));
   control.control = CONTROL_SKIP;
-  return check_step(check, control);
+  K3_TRY(check_step(check, control));
+  return check_norms(check);
 }
 
 /* --- times -------------------------------------------------------------------------------------------------------- */
@@ -416,7 +527,7 @@ K3Status time_chain(Check *check, int index, int touched, double us[3])
   for (int n = 0; n < CHAIN && status == K3_OK; n++) {
     void *arguments[] = {&check->receive, &words};
     if (touched) status = launch(check, "touch_kernel", (const void *)touch_kernel, 132, THREADS, arguments);
-    if (status == K3_OK && index >= 0) status = enqueue_message(check, index, 0, 0, NULL);
+    if (status == K3_OK && index >= 0) status = enqueue_message(check, index, 0, 0, touched, NULL);
   }
   K3_CUDA_TRY(cudaStreamEndCapture(stream, &graph));
   K3_TRY(status);
@@ -494,6 +605,8 @@ K3Status open_check(Check *check, K3Comm *comm)
   check->room = 1 << 20;
   K3_CUDA_TRY(cudaMalloc((void **)&check->send, (size_t)check->room * 4));
   K3_CUDA_TRY(cudaMalloc((void **)&check->receive, (size_t)check->room * 4));
+  K3_CUDA_TRY(cudaMalloc((void **)&check->norm, NORM_FLOATS * 4));
+  K3_CUDA_TRY(cudaMemset(check->norm, 0, NORM_FLOATS * 4));
   K3_CUDA_TRY(cudaMalloc((void **)&check->d_step, 8));
   K3_CUDA_TRY(cudaMalloc((void **)&check->d_sums, (size_t)check->replays * MOST * 8));
   if (comm->rank == 0) printf("# %d ranks, %s, %s\n", comm->world, cuda->device_name, cuda->collectives.name);
