@@ -16,6 +16,7 @@ enum { ROUTE_MEETINGS = 2, ROUTE_THREADS = 256, ROUTE_WARPS = ROUTE_THREADS / 32
 
 struct RouteShared {
   uint64_t candidate[K3_ROUTER_EXPERTS];
+  float score[K3_ROUTER_EXPERTS];
   uint32_t part_max[ROUTE_WARPS][32];              /* of a thread's experts */
   alignas(16) uint32_t group_max[ROUTE_WARPS][32]; /* of every 32nd expert, for each warp anew; NAN_GROUP: some score is NaN */
   int count;
@@ -36,14 +37,13 @@ static __device__ __forceinline__ uint32_t ordered(float v)
 
 static __device__ __forceinline__ float route_score(float logit) { return __fdividef(1.0f, 1.0f + expf(-logit)); }
 
-/* This thread's numbers of a vector of one for each expert. */
+/* This thread's numbers of a vector of one for each expert, past its end the last. All loads go out here: an ordinary load the compiler
+ * puts behind the arithmetic of the one before, and each is a miss. */
 static __device__ __forceinline__ void fetch_keys(const float *from, int experts, float v[ROUTE_KEYS])
 {
 #pragma unroll
-  for (int k = 0; k < ROUTE_KEYS; k++) {
-    int e = threadIdx.x + k * ROUTE_THREADS;
-    v[k] = e < experts ? __ldcg(from + e) : 0.0f;
-  }
+  for (int k = 0; k < ROUTE_KEYS; k++)
+    asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v[k]) : "l"(from + min((int)threadIdx.x + k * ROUTE_THREADS, experts - 1)) : "memory");
 }
 
 /* ids, local and local_count in s, from fetch_keys of the bias and the logits; the first ROUTE_THREADS threads. A block barrier
@@ -55,9 +55,12 @@ static __device__ inline void route_ids(const K3CudaRouting &r, int64_t first, i
   uint32_t key[ROUTE_KEYS], most = 0;
 #pragma unroll
   for (int k = 0; k < ROUTE_KEYS; k++) {
-    bool there = threadIdx.x + k * ROUTE_THREADS < r.experts;
-    key[k] = there ? ordered(route_score(logit[k]) + bias[k]) : 0;
-    most = max(most, there && key[k] == 0 ? NAN_GROUP : key[k]);
+    const bool there = threadIdx.x + k * ROUTE_THREADS < r.experts;
+    const float score = route_score(logit[k]);
+    if (there) s.score[threadIdx.x + k * ROUTE_THREADS] = score;
+    key[k] = ordered(score + bias[k]);
+    most = max(most, key[k] == 0 ? NAN_GROUP : there ? key[k] : 0); /* past the end: a NaN again, or nothing */
+    if (!there) key[k] = 0;
   }
   s.part_max[warp][lane] = most;
   if (threadIdx.x == 0) s.count = 0, s.local_count = 0;
@@ -100,10 +103,14 @@ static __device__ inline void route_ids(const K3CudaRouting &r, int64_t first, i
   for (int c = threadIdx.x >> 3; c - (lane >> 3) < count; c += ROUTE_THREADS / 8) {
     uint64_t own = c < count ? s.candidate[c] : 0;
     uint32_t before = 0;
-    for (int k = eighth; k < count; k += 8) {
-      uint64_t other = s.candidate[k];
-      uint32_t id = ~(uint32_t)other - (uint32_t)first;
-      if (other > own) before += id < (uint32_t)local ? 0x10001 : 1;
+#pragma unroll 1
+    for (int at = eighth; at < count; at += 32) {
+#pragma unroll
+      for (int k = 0; k < 32; k += 8) {
+        uint64_t other = at + k < count ? s.candidate[at + k] : 0;
+        uint32_t id = ~(uint32_t)other - (uint32_t)first;
+        before += other > own ? id < (uint32_t)local ? 0x10001 : 1 : 0;
+      }
     }
 #pragma unroll
     for (int o = 4; o; o >>= 1) before += __shfl_xor_sync(0xffffffffu, before, o);
@@ -123,7 +130,7 @@ static __device__ inline void route_ids(const K3CudaRouting &r, int64_t first, i
 static __device__ __forceinline__ float route_weight(const K3CudaRouting &r, const RouteShared &s)
 {
   int lane = threadIdx.x & 31;
-  float score = lane < r.chosen ? route_score(__ldcg(r.logits + s.ids[lane])) : 0.0f, sum = score;
+  float score = lane < r.chosen ? s.score[s.ids[lane]] : 0.0f, sum = score;
 #pragma unroll
   for (int o = 16; o; o >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, o);
   bool bad = __any_sync(0xffffffffu, s.group_max[0][lane] == NAN_GROUP);
