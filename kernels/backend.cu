@@ -184,7 +184,8 @@ static K3Status start_scratch(K3Cuda *cuda)
   K3_CUDA_TRY(cudaMemsetAsync(cuda->argmax_count, 0, 4, cuda->stream));
   K3_CUDA_TRY(cudaMemsetAsync(cuda->finish_count, 0, 4, cuda->stream));
   K3_CUDA_TRY(cudaMemsetAsync(cuda->meeting, 0xff,
-                              (size_t)k3_cuda_meeting_bytes(c->num_experts_per_token, k3_cuda_own(cuda, K3_SHARE_EXPERTS)), cuda->stream));
+                              (size_t)k3_cuda_meeting_bytes(c->num_experts_per_token, k3_cuda_own(cuda, K3_SHARE_EXPERTS), c->latent_size),
+                              cuda->stream));
   K3_CUDA_TRY(cudaMemcpyAsync(cuda->bad, &none, sizeof none, cudaMemcpyHostToDevice, cuda->stream));
   if (cuda->world > 1 && !cuda->communicates) {
     int64_t queries = c->num_heads * k3_config_cache_width(c);

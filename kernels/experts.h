@@ -30,8 +30,8 @@ typedef struct {
  * in   y: input of latent L (VALUES); gate, up: [local * band, L]; down: [local * L, band]; expert-major
  * out  ids, weights [chosen]; hidden [chosen][band] f32, as many rows as there are local experts; z [L] f32
  * Blocks wait for the hidden values of others, so each must find room at the same time: one an SM. `meeting`, one a stream:
- * k3_cuda_meeting_bytes(chosen, band) bytes, aligned to 16, all of their bits 1 before the first launch; all launches that share it are
- * of one `chosen` and `band`.
+ * k3_cuda_meeting_bytes(chosen, band, L) bytes, aligned to 16, all of their bits 1 before the first launch; all launches that share it are
+ * of one `chosen`, `band` and L.
  * Errors: K3_ERR_INPUT, K3_ERR_DEVICE. Twins: k3_host_experts_gate_up, k3_host_experts_down. */
 typedef struct {
   K3CudaInput y;
@@ -48,7 +48,13 @@ typedef struct {
   int exact;
 } K3CudaExperts;
 K3Status k3_cuda_experts(const K3CudaLaunch *launch, const K3CudaExperts *experts);
-static inline int64_t k3_cuda_meeting_bytes(int64_t chosen, int64_t band) { return 16 + 2 * chosen * band * (int64_t)sizeof(float); }
+/* Twice: the hidden vectors and, where they are wide enough to cut the rows of down among groups of blocks, the sums of each. */
+enum { K3_EXPERTS_GROUPS = 16, K3_EXPERTS_WHOLE = 16384 };
+static inline int64_t k3_cuda_meeting_bytes(int64_t chosen, int64_t band, int64_t latent)
+{
+  int64_t sums = chosen * band > K3_EXPERTS_WHOLE ? K3_EXPERTS_GROUPS * latent : 0;
+  return 16 + 2 * (chosen * band + sums) * (int64_t)sizeof(float);
+}
 
 /* Whether gate and up may have these formats: one, or two kinds of GGUF blocks. */
 static inline int k3_cuda_experts_pair(K3Type gate, K3Type up)

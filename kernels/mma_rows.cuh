@@ -253,8 +253,8 @@ struct MmaRows {
   {
     if (load_run == 0) {
       const int at = quotient(load_unit, spans);
-      load_run = __reduce_min_sync(0xffffffffu, place_pair<F>(map, row_begin + at * 16 + group, row_end - 1,
-                                                              min((load_unit - at * spans) * 4 + part, pieces - 1), load_index));
+      const int run = place_pair<F>(map, row_begin + at * 16 + group, row_end - 1, min((load_unit - at * spans) * 4 + part, pieces - 1), load_index);
+      load_run = min((int)__reduce_min_sync(0xffffffffu, run), (at + 1) * spans - 1 - load_unit); /* a part of a row may end first */
     } else {
       load_run--;
 #pragma unroll

@@ -287,7 +287,7 @@ static K3Status place_ffn_scratch(K3Cuda *cuda, K3CudaPool *pool)
   K3_TRY(k3_cuda_pool_take(pool, c->num_experts_per_token * 4, (void **)&cuda->ids));
   K3_TRY(take_floats(pool, c->num_experts_per_token, &cuda->chosen_weights));
   K3_TRY(take_floats(pool, c->num_experts_per_token * band, &cuda->hidden));
-  K3_TRY(k3_cuda_pool_take(pool, k3_cuda_meeting_bytes(c->num_experts_per_token, band), (void **)&cuda->meeting));
+  K3_TRY(k3_cuda_pool_take(pool, k3_cuda_meeting_bytes(c->num_experts_per_token, band, c->latent_size), (void **)&cuda->meeting));
   return take_floats(pool, c->latent_size, &cuda->z);
 }
 

@@ -132,7 +132,7 @@ void time_chain(K3Table *table, int tune)
   float *bias = (float *)k3_table_upload(random + 2000, 896 * 4), *hidden = (float *)k3_table_poisoned(16 * BAND * 4);
   float *weights = (float *)k3_table_poisoned(64);
   int32_t *ids = (int32_t *)k3_table_poisoned(64);
-  uint32_t *meeting = (uint32_t *)k3_table_poisoned(k3_cuda_meeting_bytes(16, BAND));
+  uint32_t *meeting = (uint32_t *)k3_table_poisoned(k3_cuda_meeting_bytes(16, BAND, L));
   int64_t bytes = 0;
   K3CudaVector x = {(float *)k3_table_poisoned(H * 4), (int8_t *)k3_table_poisoned(2 * H), (float *)k3_table_poisoned(H / 8)};
   for (int s = 0; s < CHAIN_LAYERS; s++) {

@@ -58,7 +58,7 @@ static void check_experts(K3Table *table, K3Type type, int exact, int experts, i
   g->exact = exact;
   g->down = synth_matrix(type, local * latent, band, rules[2]);
   g->z = (float *)k3_table_poisoned(latent * 4);
-  g->meeting = (uint32_t *)k3_table_poisoned(k3_cuda_meeting_bytes(chosen, band));
+  g->meeting = (uint32_t *)k3_table_poisoned(k3_cuda_meeting_bytes(chosen, band, latent));
   g->shared.matrix = device_matrix(&shared_down);
   g->shared.y = (float *)k3_table_poisoned(hidden_size * 4);
   g->shared_input.kind = K3_INPUT_SITU;
@@ -187,7 +187,7 @@ static void check_routing(K3Table *table, int experts, int chosen, int levels)
   a.weights = (float *)k3_table_poisoned(chosen * 4);
   a.hidden = (float *)k3_table_poisoned(chosen * WIDTH * 4);
   a.z = (float *)k3_table_poisoned(WIDTH * 4);
-  a.meeting = (uint32_t *)k3_table_poisoned(k3_cuda_meeting_bytes(chosen, WIDTH));
+  a.meeting = (uint32_t *)k3_table_poisoned(k3_cuda_meeting_bytes(chosen, WIDTH, WIDTH));
   a.situ_beta = 4, a.situ_linear_beta = 25;
   K3CudaUse use;
   K3CudaLaunch launch = plain_launch(table, &use);
@@ -243,6 +243,11 @@ void check_all_experts(K3Table *table)
   /* one rank alone: hidden vectors in float32 that do not fit a block's shared memory at once */
   static const K3Type wide[] = {K3_TYPE_F32, K3_TYPE_BF16, K3_TYPE_MXFP4, K3_TYPE_IQ1_S};
   for (size_t i = 0; i < sizeof wide / sizeof *wide; i++) check_experts(table, wide[i], 1, 64, 16, 0, 64, 3072, 512, 7168, 0, 0);
+  /* rows of down whose pieces groups of blocks share (K3_EXPERTS_WHOLE); too few experts here for that; none */
+  static const K3Type cut[] = {K3_TYPE_IQ1_S, K3_TYPE_MXFP4, Q8};
+  for (size_t i = 0; i < sizeof cut / sizeof *cut; i++)
+    for (int local = 64; local >= 8; local -= 56) check_experts(table, cut[i], 0, 64, 16, 0, local, 3072, 512, 7168, 0, 0);
+  check_experts(table, K3_TYPE_IQ1_S, 0, 64, 16, 0, 32, 3072, 512, 7168, -1, 0);
   check_experts(table, K3_TYPE_F16, 0, 64, 6, 10, 50, 96, 352, 640, 0, 0);
   check_experts(table, K3_TYPE_F32, 0, 12, 3, 4, 8, 32, 64, 96, 0, 0);
   check_experts(table, K3_TYPE_IQ1_S, 0, 12, 5, 0, 12, 256, 512, 96, 0, 0);

@@ -204,7 +204,7 @@ static void check_format(K3Table *table, K3Type type, K3Type up_type, int exact,
   g->routing.scaling = 1;
   g->ids = (int32_t *)k3_table_poisoned(chosen * 4);
   g->weights = (float *)k3_table_poisoned(chosen * 4);
-  g->meeting = (uint32_t *)k3_table_poisoned(k3_cuda_meeting_bytes(chosen, band));
+  g->meeting = (uint32_t *)k3_table_poisoned(k3_cuda_meeting_bytes(chosen, band, latent));
   g->hidden = (float *)k3_table_poisoned(chosen * band * 4);
   g->situ_beta = 4;
   g->situ_linear_beta = 25;
