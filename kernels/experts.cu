@@ -82,7 +82,7 @@ struct ExpertsMap {
     int64_t base = (int64_t)local[slot] * its.rows;
     *index = down ? F::index(base + row, piece - slot * its.pieces, its.pieces)
                   : F::index(base + (row >> 1) - slot * its.rows, piece, its.pieces);
-    return its.parts[row & 1];
+    return row & 1 ? its.parts[1] : its.parts[0]; /* not indexed: lanes of a warp would read constants one after the other */
   }
   /* Rows `row` and row + 8 of a tile of 16: a gate row and the up row beside it. */
   __device__ __forceinline__ const Parts &of_pair(int r) const { return its.parts[r]; }
