@@ -353,9 +353,10 @@ struct Q8Wide : Rowwise {
   static __device__ __forceinline__ uint32_t touch(const Raw &r) { return r.w[0].x | r.w[1].x | r.d; }
 };
 template <int SORTED>
-__device__ __forceinline__ void multiply_pair(const Q8WideRaw raw[2], int piece, bool live, const Lane &lane, const SharedInput &in,
+__device__ __forceinline__ void multiply_pair(const Q8WideRaw raw[2], int first, int pieces, const Lane &lane, const SharedInput &in,
                                               Column &column, float sum[2])
 {
+  const int piece = min(first + lane.part, pieces - 1);
   column.load(0, lane.plane + cell(2 * piece) * 16), column.load(1, lane.plane + cell(2 * piece + 1) * 16);
   const int zero[4] = {0, 0, 0, 0};
   int c[4];
@@ -368,7 +369,7 @@ __device__ __forceinline__ void multiply_pair(const Q8WideRaw raw[2], int piece,
   const float s = in.scales[piece];
   const float total[2] = {both(c[0], c[1]) * (half_bits(raw[0].d) * s), both(c[2], c[3]) * (half_bits(raw[1].d) * s)};
 #pragma unroll
-  for (int r = 0; r < 2; r++) sum[r] += live ? total[r] : 0.0f;
+  for (int r = 0; r < 2; r++) sum[r] += first + lane.part < pieces ? total[r] : 0.0f;
 }
 
 /* The shared experts' rows of this block, by its warps from `first` on. */
