@@ -30,7 +30,7 @@ K3Status k3_cuda_launch_init(cudaStream_t stream, int pdl, K3CudaLaunch *launch)
 
 /* One split of the L1 into cache and shared memory for all kernels that it serves: the driver would choose one for each, and a
  * multiprocessor changes its split only between kernels, so that a successor would not start beside its predecessor. 57 % of 228 KB is the
- * step of 132 KB. The experts' kernel of one of eight ranks needs the most, 107 KB with its codebook; attention on CUDA cores takes 101 KB a
+ * step of 132 KB. The experts' kernel of one of eight ranks needs the most, 111 KB with its codebook; attention on CUDA cores takes 101 KB a
  * block and wants two, so it is left out. */
 enum { SPLIT_PERCENT = 57, SPLIT_BYTES = 100 << 10 /* without static memory */ };
 
