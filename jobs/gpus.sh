@@ -3,7 +3,7 @@
 # without a driver. CUDA_VISIBLE_DEVICES counts as CUDA reads it: indices or beginnings of UUIDs, up to the first that there is not.
 set -eu
 
-all=$(nvidia-smi --query-gpu=index,uuid,pci.bus_id --format=csv,noheader 2>/dev/null | tr -d ' ') || all=
+all=$(nvidia-smi --query-gpu=index,uuid,pci.bus_id --format=csv,noheader 2>/dev/null | tr -d ' ' | awk -F, 'NF == 3') # its complaints stand in stdout too
 if [ -z "${CUDA_VISIBLE_DEVICES+set}" ]; then
   [ -z "$all" ] || echo "$all"
   exit

@@ -3,7 +3,7 @@
  * Environment, for measuring and tests:
  *   K3_VERBOSE=1         figures on stderr: loading, what a step reads phase by phase, launching
  *   K3_PHASE_TIMES=1     phase times in captured steps too (about 190 tiny kernels more in a step of 93 layers,
- *                        and the sums over ranks are kernels apart from the norms that otherwise make them)
+ *                        and the sums over ranks are kernels apart from the norms that otherwise make them); on all ranks or on none
  *   K3_WATCHDOG_S=60     seconds until a step counts as hung; MPI between steps waits five times as long
  *   K3_PDL=0             no programmatic dependent launch
  *   K3_COMM=nccl|device|staged  comm_nccl.cu, comm_device.cu

@@ -120,7 +120,7 @@ typedef struct {
   void *state;
   void *device; /* comm_device.cu's own */
   K3Status (*all_reduce)(K3Cuda *cuda, float *data, int64_t count); /* data: at a multiple of 16 bytes */
-  /* all_reduce(norm->branch, n) and k3_cuda_norm in one kernel, to the same bits; branch itself stays this rank's. NULL: not served. */
+  /* all_reduce(norm->branch, n) and k3_cuda_norm in one kernel where n fits, to the same bits; branch is used up. NULL: not served. */
   K3Status (*all_reduce_norm)(K3Cuda *cuda, const K3CudaNorm *norm);
   /* Several buffers in one message: own[b] is this rank's piece of data[b], there already or elsewhere. */
   K3Status (*all_gather)(K3Cuda *cuda, int buffers, const void *const *own, void *const *data, const K3Pieces *pieces,

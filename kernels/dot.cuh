@@ -120,7 +120,6 @@ struct Q8Base : Rowwise {
 };
 struct Q8Int : Q8Base {
   enum { CODES = 1, FLOATS = 0, BOOK = 0, SUMS = 0 };
-  static constexpr float UNIT = 1.0f;
   struct X {
     int4 high, low;
     float s;

@@ -1,10 +1,10 @@
-/* Rows of iq1_s, mxfp4 and q8_0 on the tensor cores. Layer: backend (CUDA), device code. Twin: k3_host_dequantise; formats:
- * dot.cuh.
+/* Rows of iq1_s and mxfp4, and of q8_0 as experts.cu has it, on the tensor cores. Layer: backend (CUDA), device code. Twin:
+ * k3_host_dequantise; formats: dot.cuh.
  *
- * A unit of work of a warp: 16 rows × 4 pieces (512 values of iq1_s, 128 of mxfp4, 64 of q8_0). Lane (g, t) = (lane / 4, lane % 4) loads
+ * A unit of work of a warp: 16 rows × 4 pieces (512 values of iq1_s, 128 of mxfp4 and of q8_0). Lane (g, t) = (lane / 4, lane % 4) loads
  * piece t of rows g and g + 8. One mma (16 × 32 by 32 × 8, bytes) takes 8 values of each lane and row. The eight columns of B hold the
  * activation's codes of the four pieces apart: column 2t piece t's high bytes, 2t + 1 its low bytes, and zeros where k belongs to another
- * piece. So after four mma (two of q8_0) lane (g, t) finds the sums of its own piece for both rows in its own registers, and scales them
+ * piece. So after four mma lane (g, t) finds the sums of its own piece for both rows in its own registers, and scales them
  * there. Exact in integers, as dp4a is; a third of its instructions, and x is read from shared memory once for 16 rows.
  *
  * Of iq1_s the four pieces are the halves of two blocks, and the two lanes of a block have a record each (weights.h), whose 8 values of
@@ -14,8 +14,8 @@
  *
  * SORTED, x of iq1_s as experts.cu makes it, so that one address serves all loads of a lane: the 16 codes of half h, sub-block q and part u
  * (of two) of block b stand at cell 16 b + 4 q + 2 h + u; four scales of a piece, then its four sums; zeros up to whole units. */
-#ifndef K3_KERNELS_IQ1_MMA_CUH
-#define K3_KERNELS_IQ1_MMA_CUH
+#ifndef K3_KERNELS_MMA_ROWS_CUH
+#define K3_KERNELS_MMA_ROWS_CUH
 
 #include "kernels/gemv.cuh"
 #include "kernels/hopper.cuh"
@@ -198,22 +198,6 @@ static __device__ __forceinline__ void multiply_pair(const Mxfp4Raw raw[2], int 
     const float total = (float)(c[2 * r] * 256 + c[2 * r + 1] + shift) * (e8m0(raw[r].s) * s);
     sum[r] += first + lane.part < pieces ? total : 0.0f;
   }
-}
-
-template <int SORTED>
-static __device__ __forceinline__ void multiply_pair(const Q8Raw raw[2], int first, int pieces, const Lane &lane,
-                                                     const SharedInput &in, Column &column, float sum[2])
-{
-  const int piece = min(first + lane.part, pieces - 1);
-  column.load(0, lane.plane + cell(piece) * 16);
-  const int zero[4] = {0, 0, 0, 0};
-  int c[4];
-  mma_bytes(c, zero, raw[0].w.x, raw[1].w.x, raw[0].w.y, raw[1].w.y, column.x[0].x, column.x[0].y);
-  mma_bytes(c, c, raw[0].w.z, raw[1].w.z, raw[0].w.w, raw[1].w.w, column.x[0].z, column.x[0].w);
-  const float s = in.scales[piece >> 1];
-  const float total[2] = {both(c[0], c[1]) * (half_bits(raw[0].d) * s), both(c[2], c[3]) * (half_bits(raw[1].d) * s)};
-#pragma unroll
-  for (int r = 0; r < 2; r++) sum[r] += first + lane.part < pieces ? total[r] : 0.0f;
 }
 
 /* In the place of Gemv (gemv.cuh), with the same members. The units of all rows stand in one line, dealt evenly to the warps. A warp's

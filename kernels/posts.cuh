@@ -6,7 +6,8 @@
  * what an earlier round left (known fault F28). A cell is written again two rounds later, by a sender that has then received the
  * round between, which its peer sent when its kernel before, which empties the cells of this one, had ended (known fault F29): every
  * round receives something from every peer in some block, and a kernel sends behind its wait alone. The number of a block's round is
- * counted on in device memory and says which set of cells is meant, no more. */
+ * counted on in device memory and says which set of cells is meant, no more. Stores and loads are relaxed: what orders them is that a kernel's end
+ * completes its stores, and that they meet in the receiver's L2. Wants <nccl_device.h> before it. */
 #ifndef K3_KERNELS_POSTS_CUH
 #define K3_KERNELS_POSTS_CUH
 

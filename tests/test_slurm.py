@@ -308,3 +308,12 @@ def test_gpus(machine, visible, places):
     env = {**machine[1], **({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})}
     result = words("sh", ROOT / "jobs" / "gpus.sh", env=env)
     assert result.returncode == 0 and [line.split(":")[1].lower() for line in result.stdout.split()] == places.split(), result
+
+
+def test_no_gpus(tmp_path):
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho NVIDIA-SMI has failed because it could not communicate with the driver.\nexit 9\n")
+    program.chmod(0o755)
+    for path in (f"{tmp_path}:{os.environ['PATH']}", os.environ["PATH"]):
+        result = words("sh", ROOT / "jobs" / "gpus.sh", env={"PATH": path})
+        assert result.returncode == 0 and (result.stdout == "" or shutil.which("nvidia-smi")), result
