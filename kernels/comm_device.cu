@@ -155,7 +155,7 @@ __global__ void empty_posts_kernel(const __grid_constant__ k3::PostSession a)
   k3_wait();
   const size_t bytes = k3::post_bytes(a.comm.lsaSize);
   uint32_t *own = (uint32_t *)((char *)ncclGetResourceBufferLocalPointer(a.comm, a.memory) + blockIdx.x * bytes);
-  for (size_t i = threadIdx.x; i < bytes / 4; i += blockDim.x) own[i] = i < k3::POST_LINE / 4 ? 0u : 0xffffffffu;
+  for (size_t i = threadIdx.x; i < bytes / 4; i += blockDim.x) own[i] = i < k3::POST_LINE / 4 ? 0u : k3::NOT_POSTED;
 }
 
 /* Units of two words: `count` of each buffer for one rank. */

@@ -9,6 +9,7 @@
 #include "kernels/experts.h"
 
 #include "kernels/mma_rows.cuh"
+#include "kernels/posted.cuh"
 #include "kernels/route.cuh"
 #include "kernels/wait.cuh"
 
@@ -183,13 +184,10 @@ __device__ __forceinline__ void put(const SharedInput &in, int i, const float v[
   }
 }
 
-/* Numbers that other blocks post: a word of ones is none yet. Written and read as they are, they need no barrier. */
-static constexpr uint32_t NOT_POSTED = 0xffffffffu;
+/* Numbers that other blocks post (posted.cuh). */
 __device__ __forceinline__ void post(float *to, float v)
 {
-  uint32_t bits = __float_as_uint(v);
-  if (bits == NOT_POSTED) bits = 0x7fffffffu; /* NaN too */
-  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(to), "r"(bits) : "memory");
+  asm volatile("st.relaxed.gpu.global.f32 [%0], %1;" ::"l"(to), "f"(to_post(v)) : "memory");
 }
 __device__ __forceinline__ float posted(const float *from)
 {
@@ -242,7 +240,7 @@ struct Fill {
       while (wait) {
         bool again = false;
 #pragma unroll
-        for (int k = 0; k < 8 * ROUNDS; k++) again |= __float_as_uint(v[k >> 3][k & 7]) == NOT_POSTED;
+        for (int k = 0; k < 8 * ROUNDS; k++) again |= !is_posted(v[k >> 3][k & 7]);
         if (!__any_sync(0xffffffffu, again)) break;
         if (again) fetch(v, first); /* these lanes alone: all blocks ask for the same lines */
       }
@@ -528,7 +526,7 @@ __global__ void __launch_bounds__(THREADS, 1) experts_kernel(const __grid_consta
     for (int i = threadIdx.x; i < (end - begin) * MOST_GROUPS; i += THREADS) {
       const int of = i & (MOST_GROUPS - 1), at = begin + i / MOST_GROUPS;
       float sum = 0.0f;
-      if (of < a.groups) do sum = posted(sums + of * latent + at); while (__float_as_uint(sum) == NOT_POSTED);
+      if (of < a.groups) do sum = posted(sums + of * latent + at); while (!is_posted(sum));
       for (int o = MOST_GROUPS / 2; o; o >>= 1) sum += __shfl_xor_sync(0xffffu << (threadIdx.x & 16), sum, o);
       if (of == 0) a.z[at] = sum;
     }

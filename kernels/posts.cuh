@@ -11,7 +11,7 @@
 #ifndef K3_KERNELS_POSTS_CUH
 #define K3_KERNELS_POSTS_CUH
 
-#include <stdint.h>
+#include "kernels/posted.cuh"
 
 namespace k3 {
 
@@ -28,9 +28,6 @@ static __host__ __device__ inline size_t post_bytes(int world)
 {
   return POST_LINE + 2 * 4 * sizeof(float) * POST_CELLS * world;
 }
-
-static __device__ __forceinline__ bool is_posted(float x) { return __float_as_uint(x) != 0xffffffffu; }
-static __device__ __forceinline__ float to_post(float x) { return is_posted(x) ? x : __uint_as_float(0x7fffffffu); }
 
 static __device__ __forceinline__ void post(float4 *at, float4 x)
 {
@@ -122,7 +119,7 @@ public:
   /* What sum has read. */
   __device__ __forceinline__ void empty(int cell) const
   {
-    const float none = __uint_as_float(0xffffffffu);
+    const float none = __uint_as_float(NOT_POSTED);
 #pragma unroll(AT_ONCE)
     for (int r = 0; r < world; r++)
       if (r != rank) post(place(own, r, cell), make_float4(none, none, none, none));
